@@ -174,12 +174,15 @@ def test_huge_gaps_stay_finite(name):
 def test_aggregation_weights_by_hand():
   mask_BL = np.float32([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
   known = dict(sequences=5, tokens=10, max_episode_tokens=16, micro_batches=2)
-  share = {mode: losses.aggregation_weights(mask_BL, mode, **known)[:2, 0]
-           for mode in losses.AGGREGATIONS}
+  weights_BL = {mode: losses.aggregation_weights(mask_BL, mode, **known)
+                for mode in losses.AGGREGATIONS}
+  share = {mode: weight_BL[:2, 0] for mode, weight_BL in weights_BL.items()}
   np.testing.assert_allclose(share["seq-mean"], [1 / 2 / 5, 1 / 1 / 5])
   np.testing.assert_allclose(share["token-mean"], [1 / 10, 1 / 10])
   np.testing.assert_allclose(share["seq-sum-norm"], [1 / (16 * 5)] * 2)
   np.testing.assert_allclose(share["microbatch-token-mean"], [1 / 3 / 2, 1 / 3 / 2])
+  for weight_BL in weights_BL.values():
+    np.testing.assert_array_equal(weight_BL[mask_BL == 0], 0.0)  # an empty row weighs 0, not NaN
   with pytest.raises(UserError, match="seq-mean, token-mean"):
     losses.aggregation_weights(mask_BL, "mean", **known)
 
@@ -297,6 +300,8 @@ def test_entropy_by_hand():
   np.testing.assert_allclose(
       losses.entropy_BL(f32([rows]), f32([[1, 1, 1]])),
       [[math.log(4), math.log(2), 0]], rtol=1e-6, atol=1e-7)
+  broken = losses.entropy_BL(f32(np.full((1, 1, 4), np.nan)), f32([[1]]))
+  assert np.isnan(broken).all()  # a model that has diverged is not hidden
 
 
 @jax.jit

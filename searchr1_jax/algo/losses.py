@@ -125,9 +125,8 @@ def entropy_BL(
   """
   mine_BL1 = mask_BL[..., None] > 0
   logp_BLV = jax.nn.log_softmax(jnp.where(mine_BL1, _float32(logits_BLV), 0.0), axis=-1)
-  logp_BLV = jnp.where(jnp.isfinite(logp_BLV), logp_BLV, 0.0)
-  possible_BLV = mine_BL1 & (logits_BLV > -jnp.inf)
-  return -jnp.sum(jnp.where(possible_BLV, jnp.exp(logp_BLV) * logp_BLV, 0.0), axis=-1)
+  logp_BLV = jnp.where(logp_BLV == -jnp.inf, 0.0, logp_BLV)  # so that 0 log 0 is 0, not NaN
+  return -jnp.sum(jnp.where(mine_BL1, jnp.exp(logp_BLV) * logp_BLV, 0.0), axis=-1)
 
 
 def log_ratio(

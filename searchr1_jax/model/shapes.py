@@ -1,0 +1,181 @@
+"""The families this decoder speaks, as data: one `DecoderShape` a model, read from its config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Mapping
+
+from searchr1_jax.types import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+  """Llama 3's stretch of the rotary wavelengths (Llama 3.1 model card; numbers without unit)."""
+
+  factor: float
+  low_freq_factor: float
+  high_freq_factor: float
+  original_max_positions: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderShape:
+  """Sizes and switches of a decoder; everything in which Qwen2.5, Qwen3 and Llama differ."""
+
+  vocab_size: int
+  width: int
+  mlp_width: int
+  layers: int
+  heads: int
+  kv_heads: int
+  head_size: int
+  rope_theta: float
+  norm_eps: float
+  tied_embeddings: bool
+  qkv_bias: bool = False
+  qk_norm: bool = False
+  rope_scaling: RopeScaling | None = None
+  max_positions: int = 32768
+  family: str = "qwen2"
+
+  def __post_init__(self):
+    if self.heads % self.kv_heads:
+      raise UserError(f"{self.heads} attention heads cannot share {self.kv_heads} key-value heads "
+                      "evenly; the number of heads must be a multiple of it")
+    if self.head_size % 2:
+      raise UserError(f"head size {self.head_size} is odd; rotary positions need an even one")
+
+
+# What each family switches on, beyond the sizes that its config.json spells out.
+_FAMILIES: Mapping[str, Mapping[str, bool]] = {
+    "qwen2": dict(qkv_bias=True, qk_norm=False),
+    "qwen3": dict(qkv_bias=False, qk_norm=True),
+    "llama": dict(qkv_bias=False, qk_norm=False),
+}
+
+
+def from_hugging_face(config: Mapping[str, Any], where: str = "config.json") -> DecoderShape:
+  """The shape a Hugging Face `config.json` describes; what it asks for and we lack is refused."""
+  family = config.get("model_type")
+  if family not in _FAMILIES:
+    raise UserError(f"{where}: model_type {family!r} is not supported; wanted one of "
+                    f"{sorted(_FAMILIES)}")
+  _refuse_unsupported(config, where)
+  wanted = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+            "num_attention_heads")
+  missing = [k for k in wanted if k not in config]
+  if missing:
+    raise UserError(f"{where}: missing {', '.join(missing)}; is this a whole Hugging Face folder?")
+  heads = config["num_attention_heads"]
+  kv_heads = config.get("num_key_value_heads")
+  head_size = config.get("head_dim")
+  rope = _rope_parameters(config)
+  return DecoderShape(
+      vocab_size=config["vocab_size"],
+      width=config["hidden_size"],
+      mlp_width=config["intermediate_size"],
+      layers=config["num_hidden_layers"],
+      heads=heads,
+      kv_heads=heads if kv_heads is None else kv_heads,
+      head_size=config["hidden_size"] // heads if head_size is None else head_size,
+      rope_theta=float(rope.get("rope_theta", 10000.0)),
+      norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+      tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+      rope_scaling=_rope_scaling(rope, where),
+      max_positions=int(config.get("max_position_embeddings", 32768)),
+      family=family,
+      **_FAMILIES[family],
+  )
+
+
+def to_hugging_face(shape: DecoderShape, **extra: Any) -> dict[str, Any]:
+  """The `config.json` that `from_hugging_face` reads back as `shape`."""
+  name = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[shape.family]
+  scaling = shape.rope_scaling
+  return {
+      "architectures": [f"{name}ForCausalLM"],
+      "model_type": shape.family,
+      "vocab_size": shape.vocab_size,
+      "hidden_size": shape.width,
+      "intermediate_size": shape.mlp_width,
+      "num_hidden_layers": shape.layers,
+      "num_attention_heads": shape.heads,
+      "num_key_value_heads": shape.kv_heads,
+      "head_dim": shape.head_size,
+      "rope_theta": shape.rope_theta,
+      "rope_scaling": None if scaling is None else {
+          "rope_type": "llama3",
+          "factor": scaling.factor,
+          "low_freq_factor": scaling.low_freq_factor,
+          "high_freq_factor": scaling.high_freq_factor,
+          "original_max_position_embeddings": scaling.original_max_positions,
+      },
+      "rms_norm_eps": shape.norm_eps,
+      "tie_word_embeddings": shape.tied_embeddings,
+      "attention_bias": False,
+      "hidden_act": "silu",
+      "max_position_embeddings": shape.max_positions,
+      **extra,
+  }
+
+
+def count_parameters(shape: DecoderShape) -> int:
+  """Number of parameters of the policy, the output head counted once if it is tied."""
+  heads = (shape.heads + 2 * shape.kv_heads) * shape.head_size
+  attention = shape.width * heads + shape.heads * shape.head_size * shape.width
+  bias = heads if shape.qkv_bias else 0
+  norms = 2 * shape.width + (2 * shape.head_size if shape.qk_norm else 0)
+  layer = attention + bias + norms + 3 * shape.width * shape.mlp_width
+  embeddings = shape.vocab_size * shape.width * (1 if shape.tied_embeddings else 2)
+  return shape.layers * layer + embeddings + shape.width
+
+
+def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
+  if config.get("use_sliding_window"):
+    raise UserError(f"{where}: use_sliding_window is true; sliding-window attention is not "
+                    "supported, wanted false")
+  if "sliding_attention" in (config.get("layer_types") or ()):
+    raise UserError(f"{where}: layer_types names sliding_attention; only full_attention is "
+                    "supported")
+  if config.get("hidden_act", "silu") != "silu":
+    raise UserError(f"{where}: hidden_act {config['hidden_act']!r} is not supported, wanted 'silu'")
+  if config.get("model_type") == "llama":
+    for key in ("attention_bias", "mlp_bias"):
+      if config.get(key):
+        raise UserError(f"{where}: {key} is true; Llama with biases is not supported")
+  if config.get("model_type") == "qwen3" and config.get("attention_bias"):
+    raise UserError(f"{where}: attention_bias is true; Qwen3 with biases is not supported")
+  if _rope_parameters(config).get("partial_rotary_factor", 1.0) != 1.0:
+    raise UserError(f"{where}: partial_rotary_factor is set; only whole heads are rotated")
+  if config.get("quantization_config"):
+    raise UserError(f"{where}: quantization_config is set; only plain weights are supported")
+
+
+def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+  """Old files keep rope_theta beside rope_scaling, new ones keep both in rope_parameters."""
+  out = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+  for key in ("rope_theta", "partial_rotary_factor"):
+    if config.get(key) is not None:
+      out.setdefault(key, config[key])
+  return out
+
+
+_LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor",
+                "original_max_position_embeddings")
+
+
+def _rope_scaling(rope: Mapping[str, Any], where: str) -> RopeScaling | None:
+  kind = rope.get("rope_type", rope.get("type", "default"))
+  if kind == "default":
+    return None
+  if kind != "llama3":
+    raise UserError(f"{where}: rope type {kind!r} is not supported; wanted 'default' or 'llama3'")
+  missing = [k for k in _LLAMA3_ROPE if k not in rope]
+  if missing:
+    raise UserError(f"{where}: rope type 'llama3' lacks {', '.join(missing)}")
+  return RopeScaling(
+      factor=float(rope["factor"]),
+      low_freq_factor=float(rope["low_freq_factor"]),
+      high_freq_factor=float(rope["high_freq_factor"]),
+      original_max_positions=int(rope["original_max_position_embeddings"]),
+  )

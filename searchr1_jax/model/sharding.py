@@ -1,0 +1,96 @@
+"""Where arrays live on a mesh: one table from a parameter's logical axes to mesh axes."""
+
+from __future__ import annotations
+
+from typing import Any, Mapping, Sequence
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+
+from searchr1_jax.types import UserError
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+# Logical axis of a parameter → mesh axis. Policy, value and reference share it.
+RULES: Mapping[str, str | None] = {
+    "vocab": "tensor",
+    "width": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "head": None,
+    "mlp": "tensor",
+    "layers": None,
+}
+
+# The logical axes of each parameter, by the last two names of its path (layers stacked in front).
+_AXES: Mapping[tuple[str, ...], tuple[str, ...]] = {
+    ("embed",): ("vocab", "width"),
+    ("head",): ("width", "vocab"),
+    ("norm", "scale"): ("width",),
+    ("q", "kernel"): ("width", "heads", "head"),
+    ("k", "kernel"): ("width", "kv_heads", "head"),
+    ("v", "kernel"): ("width", "kv_heads", "head"),
+    ("q", "bias"): ("heads", "head"),
+    ("k", "bias"): ("kv_heads", "head"),
+    ("v", "bias"): ("kv_heads", "head"),
+    ("o", "kernel"): ("heads", "head", "width"),
+    ("gate", "kernel"): ("width", "mlp"),
+    ("up", "kernel"): ("width", "mlp"),
+    ("down", "kernel"): ("mlp", "width"),
+    ("attention_norm", "scale"): ("width",),
+    ("mlp_norm", "scale"): ("width",),
+    ("q_norm", "scale"): ("head",),
+    ("k_norm", "scale"): ("head",),
+    ("value_head", "kernel"): ("width",),
+    ("value_head", "bias"): (),
+}
+
+
+def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
+  """A mesh of the first data · fsdp · tensor devices."""
+  sizes = dict(zip(MESH_AXES, (data, fsdp, tensor)))
+  wanted, there = data * fsdp * tensor, len(jax.devices())
+  if min(sizes.values()) < 1 or wanted > there:
+    raise UserError(f"mesh {sizes} needs {wanted} devices, there are {there}; change "
+                    "--config.mesh.data, .fsdp or .tensor")
+  return Mesh(np.array(jax.devices()[:wanted]).reshape(data, fsdp, tensor), MESH_AXES)
+
+
+def parameter_shardings(mesh: Mesh, params: Any) -> Any:
+  """The sharding of each parameter (or optimizer moment: its path ends like the parameter's).
+
+  An axis that a mesh axis does not divide is replicated, as key-value heads often must be.
+  """
+  def of(path, leaf):
+    names = tuple(str(p.key) for p in path if hasattr(p, "key"))
+    axes = _AXES.get(names[-2:]) or _AXES.get(names[-1:])
+    if axes is None or leaf.ndim not in (len(axes), len(axes) + 1):
+      return NamedSharding(mesh, PartitionSpec())
+    axes = ("layers",) * (leaf.ndim - len(axes)) + axes
+    return NamedSharding(mesh, _spec(mesh, [RULES[a] for a in axes], leaf.shape))
+
+  return jax.tree_util.tree_map_with_path(of, params)
+
+
+def put_batch(mesh: Mesh, batch: Any) -> Any:
+  """Rows spread over `data` and `fsdp`; everything else about a row stays together."""
+  rows = tuple(a for a in ("data", "fsdp") if mesh.shape[a] > 1)
+  sharding = NamedSharding(mesh, PartitionSpec(rows) if rows else PartitionSpec())
+  return jax.device_put(batch, sharding)
+
+
+def constrain(mesh: Mesh | None, params: Any) -> Any:
+  """Inside a jitted function: keeps parameters, gradients or moments where parameters live."""
+  if mesh is None:
+    return params
+  return jax.lax.with_sharding_constraint(params, parameter_shardings(mesh, params))
+
+
+def _spec(mesh: Mesh, axes: Sequence[str | None], sizes: Sequence[int]) -> PartitionSpec:
+  """The shortest spec that says it: two ways to say the same would compile twice."""
+  spec = [a if a and mesh.shape[a] > 1 and size % mesh.shape[a] == 0 else None
+          for a, size in zip(axes, sizes)]
+  while spec and spec[-1] is None:
+    spec.pop()
+  return PartitionSpec(*spec)

@@ -1,0 +1,360 @@
+"""A run's state on disk: whole or not at all, and never silently wrong. Orbax lives in this file.
+
+Orbax makes a step appear atomically, but restores flipped bits without a word and does not fall
+back. So every step also holds a record: the SHA-256, shape and dtype of each leaf, the host part of
+the state, and a seal over all of that. A restore that does not match its record is damage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import contextlib
+import gc
+import hashlib
+import json
+import logging
+import math
+import pathlib
+import re
+import shutil
+import signal
+import sys
+import time
+import warnings
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from searchr1_jax.types import UserError
+
+_STEP = re.compile(r"step_(\d{8,})")
+_LEFTOVERS = ("*.orbax-checkpoint-tmp*", "deleting_*")
+
+# Orbax has no error of its own for a damaged file: whatever it trips over rises.
+_READ_ERRORS = (ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError,
+                OSError, RuntimeError, TypeError, ValueError)
+_WRITE_ERRORS = (OSError, RuntimeError, ValueError)
+
+
+class StorageError(Exception):
+  """The disk failed, not the user and not the numbers: a launcher may start the run again."""
+
+
+class DamagedCheckpointWarning(UserWarning):
+  """A step on disk is not what was saved; names the step, the leaf and what is used instead."""
+
+
+class _Damaged(Exception):
+  """A step does not match its record: `leaf` is where, the message is how."""
+
+  def __init__(self, leaf: str, why: str):
+    super().__init__(f"{leaf}: {why}")
+
+
+class StopFlag:
+  """True once SIGTERM or SIGINT has come; a second signal ends the process at once."""
+
+  def __init__(self):
+    self._came = False
+
+  def install(self) -> "StopFlag":
+    for number in (signal.SIGTERM, signal.SIGINT):
+      signal.signal(number, self._on_signal)
+    return self
+
+  def _on_signal(self, number, frame):
+    del frame
+    self._came = True
+    signal.signal(number, signal.SIG_DFL)
+
+  def __bool__(self) -> bool:
+    return self._came
+
+
+class Checkpointer:
+  """Saves and restores `{"arrays": pytree, "host": JSON}`, one folder a step.
+
+  Keeps the newest `keep` steps and, where `keep_best`, the one with the highest metric. With
+  `background` a save returns early and its error rises, naming its step, at the next `save` or
+  `wait`.
+  """
+
+  def __init__(self, folder: str | pathlib.Path, keep: int = 3, keep_best: bool = True,
+               background: bool = False):
+    if keep < 1:
+      raise UserError(f"checkpoints to keep: got {keep}, wanted 1 or more")
+    self._folder = pathlib.Path(folder).absolute()
+    self._keep, self._keep_best, self._background = keep, keep_best, background
+    self._pending: tuple[int, float | None, Any] | None = None
+    self._space_checked = False
+    self._folder.mkdir(parents=True, exist_ok=True)
+    self._sweep()
+    self._metrics = {step: self._metric_of(step) for step in self.steps()}
+
+  def steps(self) -> list[int]:
+    """The steps on disk, oldest first, whether whole or not."""
+    found = (_STEP.fullmatch(p.name) for p in self._folder.iterdir())
+    return sorted(int(m[1]) for m in found if m)
+
+  def best_step(self) -> int | None:
+    """The step with the highest metric, the newer of equals; None where no step has one."""
+    scored = [(m, s) for s, m in self._metrics.items() if m is not None]
+    return max(scored)[1] if scored else None
+
+  def save(self, step: int, state: Mapping[str, Any], metric: float | None = None) -> None:
+    """Writes the step, atomically, in place of an older one of that number."""
+    self.wait()
+    leaves = _named(state["arrays"])
+    self._check_space(leaves)
+    metric = None if metric is None or not math.isfinite(metric) else float(metric)
+    record = _sealed({"step": step, "metric": metric, "host": _checked_json(state["host"]),
+                      "leaves": {name: _describe(leaf) for name, leaf in leaves.items()}})
+    self._remove(step)
+    try:
+      with _orbax():
+        response = ocp.save_checkpointables_async(
+            self._path(step), {"arrays": leaves, "record": record})
+    except _WRITE_ERRORS as error:
+      self._fail(step, error)
+    self._pending = (step, metric, response)
+    if not self._background:
+      self.wait()
+
+  def wait(self) -> None:
+    """Returns when the last save is on disk; raises its error."""
+    if self._pending is None:
+      return
+    (step, metric, response), self._pending = self._pending, None
+    try:
+      response.result()
+    except _WRITE_ERRORS as error:
+      self._fail(step, error)
+    self._metrics[step] = metric
+    self._sweep()
+    kept = set(self.steps()[-self._keep:]) | ({self.best_step()} if self._keep_best else set())
+    for old in set(self.steps()) - kept:
+      self._remove(old)
+
+  def restore(self, step: int, abstract: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of one step, on the shardings of `abstract["arrays"]`."""
+    self.wait()
+    if step not in self.steps():
+      raise UserError(f"{self._folder} has no checkpoint of step {step}; it has {self.steps()}")
+    try:
+      return self._load(step, abstract)
+    except _Damaged as damage:
+      raise UserError(f"the checkpoint of step {step} in {self._folder} is damaged: {damage}; "
+                      f"choose another of {self.steps()}") from damage
+
+  def restore_newest_whole(self, abstract: Mapping[str, Any]) -> tuple[int, dict[str, Any]] | None:
+    """The newest step that is what was saved; None where the folder has no step.
+
+    Each damaged step on the way is warned of and renamed `damaged_…`, so that its number is free.
+    """
+    self.wait()
+    damaged: dict[int, _Damaged] = {}
+    for step in reversed(self.steps()):
+      try:
+        state = self._load(step, abstract)
+      except _Damaged as damage:
+        damaged[step] = damage
+        continue
+      for bad, damage in damaged.items():
+        warnings.warn(f"the checkpoint of step {bad} is damaged ({damage}); going on from step "
+                      f"{step}", DamagedCheckpointWarning, stacklevel=2)
+        self._set_aside(bad)
+      return step, state
+    if not damaged:
+      return None
+    each = "\n".join(f"  step {step}: {damage}" for step, damage in damaged.items())
+    raise UserError(f"every checkpoint in {self._folder} is damaged:\n{each}\n"
+                    "restore the folder from a copy, or start again in an empty one")
+
+  def _path(self, step: int) -> pathlib.Path:
+    return self._folder / f"step_{step:08d}"
+
+  def _load(self, step: int, abstract: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads and verifies one step; all processes agree on whether it is whole."""
+    result: dict[str, Any] | _Damaged
+    try:
+      record = self._record(step)
+      wanted = _named(abstract["arrays"])
+      _refuse_other_structure(step, record["leaves"], wanted)
+      targets = {name: _target(leaf) for name, leaf in wanted.items()}
+      arrays = self._read(step, {"arrays": targets})["arrays"]
+      for name, leaf in arrays.items():
+        if _describe(leaf) != record["leaves"][name]:
+          raise _Damaged(name, "its numbers are not those that were saved")
+      ordered = [arrays[name] for name in wanted]
+      tree = jax.tree.unflatten(jax.tree.structure(abstract["arrays"]), ordered)
+      result = {"arrays": tree, "host": record["host"]}
+    except _Damaged as damage:
+      result = damage
+    whole = not isinstance(result, _Damaged)
+    if jax.process_count() > 1:
+      whole = bool(multihost_utils.process_allgather(np.array(whole)).all())
+    if not whole:
+      raise result if isinstance(result, _Damaged) else _Damaged("(arrays)", "on another process")
+    return result
+
+  def _read(self, step: int, abstract: Mapping[str, Any]) -> dict[str, Any]:
+    with _quiet():
+      try:
+        with _orbax():
+          return ocp.load_checkpointables(self._path(step), abstract)
+      except _READ_ERRORS as error:
+        root = _root_of(error)
+        why = f"{type(root).__name__}: {' '.join(str(root).split())[:200]}"
+        names = abstract.get("arrays") or ()
+        named = next((n for n in names if f'"{n}/' in str(root)), f"({', '.join(abstract)})")
+      time.sleep(0.1)  # what the failed read left unfinished ends here, unheard
+      gc.collect()
+    raise _Damaged(named, why)
+
+  def _record(self, step: int) -> dict[str, Any]:
+    record = self._read(step, {"record": None})["record"]
+    if not isinstance(record, dict) or set(record) != {"body", "sha256"}:
+      raise _Damaged("(record)", "it is not a record of digests")
+    if record != _sealed(record["body"]):
+      raise _Damaged("(record)", "it does not match its seal")
+    if record["body"]["step"] != step:
+      raise _Damaged("(record)", f"it belongs to step {record['body']['step']}")
+    return record["body"]
+
+  def _metric_of(self, step: int) -> float | None:
+    try:
+      return self._record(step)["metric"]
+    except _Damaged:
+      return None
+
+  def _check_space(self, leaves: Mapping[str, Any]) -> None:
+    """Warns once, before the first save, when the disk will not hold two states."""
+    size, free = sum(x.nbytes for x in leaves.values()), shutil.disk_usage(self._folder).free
+    if not self._space_checked and free < 2.2 * size:
+      warnings.warn(f"{self._folder}: {free / 1e9:.1f} GB free, one checkpoint takes up to "
+                    f"{size / 1e9:.1f} GB and two must fit; free some space or keep fewer",
+                    stacklevel=3)
+    self._space_checked = True
+
+  def _fail(self, step: int, error: BaseException):
+    self._sweep()
+    raise StorageError(
+        f"the checkpoint of step {step} could not be written to {self._folder}: "
+        f"{' '.join(str(error).split())[:300]}; older steps are untouched: {self.steps()}"
+    ) from error
+
+  def _remove(self, step: int) -> None:
+    self._metrics.pop(step, None)
+    self._move_away(step, "deleting")
+    self._sweep()
+
+  def _set_aside(self, step: int) -> None:
+    self._metrics.pop(step, None)
+    self._move_away(step, "damaged")
+
+  def _move_away(self, step: int, prefix: str) -> None:
+    """Renames a step, so that no kill leaves half of it under its own name."""
+    target = self._folder / f"{prefix}_{self._path(step).name}"
+    if jax.process_index() == 0 and self._path(step).exists():
+      shutil.rmtree(target, ignore_errors=True)
+      self._path(step).rename(target)
+    if jax.process_count() > 1:
+      multihost_utils.sync_global_devices(target.name)
+
+  def _sweep(self) -> None:
+    """Removes what a kill or a full disk left behind."""
+    if jax.process_index() == 0:
+      for pattern in _LEFTOVERS:
+        for path in self._folder.glob(pattern):
+          shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _quiet():
+  """A read that fails abandons its other reads; their screens of complaints add nothing to ours."""
+  logger, hook = logging.getLogger("asyncio"), sys.unraisablehook
+  level = logger.level
+  logger.setLevel(logging.CRITICAL + 1)
+  sys.unraisablehook = lambda unraisable: None
+  try:
+    with warnings.catch_warnings():
+      warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+      yield
+  finally:
+    logger.setLevel(level)
+    sys.unraisablehook = hook
+
+
+def _orbax() -> ocp.Context:
+  """Orbax's defaults, with the record as a JSON file and not as a tree of arrays."""
+  registry = ocp.handlers.local_registry()
+  registry.add(ocp.handlers.JsonHandler, checkpointable_name="record")
+  context = ocp.Context()
+  context.checkpointables.registry = registry
+  return context
+
+
+def _root_of(error: BaseException) -> BaseException:
+  """The first error of a chain: Orbax wraps what TensorStore said into pages of its own."""
+  while error.__cause__ or error.__context__:
+    error = error.__cause__ or error.__context__
+  return error
+
+
+def _named(tree: Any) -> dict[str, Any]:
+  """The leaves by their dotted paths: a flat dict, whatever nodes the tree is made of."""
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+  if len(named) != len(leaves):
+    raise ValueError("two leaves of the state have the same dotted path")
+  for name, leaf in named.items():
+    if not isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+      raise ValueError(f"{name} is a {type(leaf).__name__}, not an array: it belongs to `host`")
+  return named
+
+
+def _target(leaf: Any) -> Any:
+  """What Orbax wants to be told of a leaf: a numpy array stays one, the rest get a sharding."""
+  if isinstance(leaf, np.ndarray):
+    return np.empty(leaf.shape, leaf.dtype)
+  sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _describe(leaf: Any) -> dict[str, Any]:
+  """Shape, dtype and SHA-256 of the whole leaf, however it is sharded."""
+  if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+    leaf = multihost_utils.process_allgather(leaf, tiled=True)
+  whole = np.ascontiguousarray(np.asarray(leaf)).reshape(-1).view(np.uint8)
+  return {"shape": list(leaf.shape), "dtype": str(leaf.dtype),
+          "sha256": hashlib.sha256(whole).hexdigest()}
+
+
+def _sealed(body: Any) -> dict[str, Any]:
+  """The body with the SHA-256 of its canonical JSON."""
+  text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+  return {"body": body, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _checked_json(host: Any) -> Any:
+  """The host part as it will come back; refuses what JSON would change (tuples, NaN, int keys)."""
+  if json.loads(json.dumps(host, allow_nan=False)) != host:
+    raise ValueError("the host part of the state does not survive JSON: use lists and string keys")
+  return host
+
+
+def _refuse_other_structure(step: int, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+  """A whole checkpoint of another model is the user's to mend, not damage to fall back from."""
+  form = lambda entry: f"{entry['dtype']}{entry['shape']}" if entry else "nothing"
+  have = {name: form(entry) for name, entry in saved.items()}
+  want = {name: form({"dtype": str(x.dtype), "shape": list(x.shape)}) for name, x in wanted.items()}
+  wrong = [n for n in sorted(have | want) if have.get(n) != want.get(n)]
+  if wrong:
+    lines = [f"  {n}: saved {have.get(n, 'nothing')}, wanted {want.get(n, 'nothing')}"
+             for n in wrong[:5]]
+    raise UserError(f"the checkpoint of step {step} is of another model or optimizer; "
+                    f"{len(wrong)} leaves differ:\n" + "\n".join(lines) +
+                    "\nresume with the settings it was made with, or use an empty folder")

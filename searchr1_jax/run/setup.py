@@ -1,0 +1,240 @@
+"""From a config to the parts of a run: read once, checked before anything compiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+
+from retriever import engine as engines
+from searchr1_jax.algo import collate, losses, update
+from searchr1_jax.model import decoder, sharding, shapes, weights
+from searchr1_jax.rollout import sampler, stops
+from searchr1_jax.rollout.engine import Engine, EngineShapes
+from searchr1_jax.rollout.episode import EpisodeSettings, Rules, make_rules
+from searchr1_jax.run import cli, data
+from searchr1_jax.text import actions, prompts, rewards
+from searchr1_jax.text.tokenizer import Tokenizer
+from searchr1_jax.types import Question, Score, Trajectory, UserError
+from searchr1_jax.worlds import files as world_files
+
+ALGORITHMS = ("ppo", "grpo", "rloo")
+TEMPLATES = {"search": prompts.SEARCH_PROMPT, "reasoning": prompts.REASONING_PROMPT}
+_CHAT = {"auto": "auto", "yes": True, "no": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+  """A model that can take part in episodes: what training, evaluation and `ask` share."""
+
+  folder: pathlib.Path
+  shape: shapes.DecoderShape
+  tokenizer: Tokenizer
+  engine: Engine
+  rules: Rules
+  template: str
+  chat_template: str | bool
+  reward: dict[str, Any]
+
+  def encode_prompt(self, question: Question) -> tuple[int, ...]:
+    """The prompt of a question; a row that brings its own messages is taken at its word."""
+    return tuple(self.tokenizer.prompt_ids(
+        self.template, question.question, self.chat_template, question.prompt))
+
+  def score(self, trajectory: Trajectory) -> Score:
+    """The reward of an episode and everything else worth knowing of it."""
+    texts = [self.tokenizer.decode(s.ids) for s in trajectory.segments]
+    return rewards.score(trajectory, texts, **self.reward)
+
+  def load_params(self) -> decoder.Params:
+    """The base model's parameters in float32, layers stacked."""
+    return weights.load(self.folder)
+
+
+def check(c: ml_collections.ConfigDict) -> None:
+  """Refuses values and combinations that cannot work, before anything is loaded."""
+  cli.refuse_not_finite(c)
+  _choice("algo.name", c.algo.name, ALGORITHMS)
+  _choice("algo.kl_in", c.algo.kl_in, ("reward", "loss"))
+  _choice("algo.kl_kind", c.algo.kl_kind, losses.KL_KINDS)
+  _choice("algo.kl_controller", c.algo.kl_controller, ("fixed", "adaptive"))
+  _choice("algo.aggregation", c.algo.aggregation, losses.AGGREGATIONS)
+  _choice("algo.compat", c.algo.compat, ("", "search-r1"))
+  _choice("retriever.engine", c.retriever.engine, ("index", "empty", "random"))
+  _choice("prompt.chat_template", c.prompt.chat_template, tuple(_CHAT))
+  _choice("model.remat", c.model.remat, tuple(decoder.REMAT_POLICIES))
+  for name in ("model.dtype", "model.rollout_dtype"):
+    _choice(name, c[name.split(".")[0]][name.split(".")[1]], ("float32", "bfloat16"))
+  _choice("reward.name", c.reward.name, ("em", "f1", "subem", "em_format"))
+  for name, least in (("steps", 0), ("data.questions", 1), ("algo.group_size", 1),
+                      ("algo.updates_per_batch", 1), ("algo.epochs", 1), ("rollout.rows", 1),
+                      ("checkpoint.every", 1), ("eval.every", 0), ("eval.questions", 0),
+                      ("log.trajectories", 0), ("algo.value_only_steps", 0)):
+    value = c
+    for part in name.split("."):
+      value = value[part]
+    if value < least:
+      raise UserError(f"config.{name} is {value}; wanted {least} or more")
+  for group, key in (("batch", "lengths"), ("rollout", "row_buckets"), ("rollout", "chunk_buckets")):
+    if not all(isinstance(n, int) and n > 0 for n in c[group][key]):
+      raise UserError(f"config.{group}.{key} is {c[group][key]}; wanted whole numbers above 0")
+  _check_algorithm(c.algo)
+  if not c.model.path:
+    raise UserError("config.model.path is empty; name a Hugging Face folder or a hub id")
+  if not c.world.name and not (c.data.train and c.retriever.index):
+    raise UserError("no data: set config.world.name, or config.data.train and "
+                    "config.retriever.index")
+
+
+def _check_algorithm(a: ml_collections.ConfigDict) -> None:
+  clash = None
+  if a.name in ("grpo", "rloo") and a.kl_in == "reward":
+    clash = f"algo.name={a.name} takes no per-token reward; set algo.kl_in=loss"
+  elif a.name == "ppo" and a.group_size != 1:
+    clash = "algo.name=ppo compares with a value, not with a group; set algo.group_size=1"
+  elif a.name == "rloo" and a.group_size < 2:
+    clash = "algo.name=rloo compares with the rest of a group; set algo.group_size to 2 or more"
+  elif a.name == "ppo" and a.drop_flat_groups:
+    clash = "algo.drop_flat_groups needs groups; set it False with ppo"
+  elif a.kl_controller == "adaptive" and a.kl_in != "reward":
+    clash = "algo.kl_controller=adaptive steers the KL in the reward; set algo.kl_in=reward"
+  elif a.updates_per_batch % a.epochs:
+    clash = (f"algo.updates_per_batch={a.updates_per_batch} is no multiple of "
+             f"algo.epochs={a.epochs}; every epoch makes the same number of updates")
+  elif a.llds_coef and a.updates_per_batch == 1:
+    clash = ("algo.llds_coef > 0 with one update a batch is 0 by construction: nothing has "
+             "fallen yet; raise algo.updates_per_batch")
+  elif a.ratio == "sequence" and a.name == "ppo":
+    clash = "algo.ratio=sequence (GSPO) gives a sequence one ratio; use it with grpo or rloo"
+  elif a.compat and a.aggregation != "microbatch-token-mean":
+    clash = "algo.compat=search-r1 is published with algo.aggregation=microbatch-token-mean"
+  if clash:
+    raise UserError(clash)
+
+
+def prepare_world(c: ml_collections.ConfigDict, workdir: pathlib.Path) -> ml_collections.ConfigDict:
+  """Writes the generated world where the config asks for one; the config with its files named."""
+  if not c.world.name:
+    return c
+  folder = workdir / f"world-{c.world.name}-{c.world.seed}-{c.world.test_seed}"
+  if not (folder / "index").is_dir():
+    world_files.write_world(folder, c.world.name, c.world.seed, c.world.test_seed)
+  c = c.copy_and_resolve_references()
+  c.data.train, c.data.test = (str(folder / "train.jsonl"),), world_files.test_files(folder)
+  c.retriever.index = str(folder / "index")
+  return c
+
+
+def open_policy(c: ml_collections.ConfigDict) -> Policy:
+  """The model of a config with its tokenizer, its engine and the rules of its episodes."""
+  folder = weights.local_folder(c.model.path)
+  shape, _ = weights.read_config(folder)
+  tokenizer = Tokenizer.load(folder)
+  if tokenizer.size > shape.vocab_size:
+    raise UserError(f"the tokenizer of {folder} has {tokenizer.size} tokens, its model an output "
+                    f"of {shape.vocab_size}; they belong to different models")
+  settings = EpisodeSettings(
+      max_turns=c.episode.max_turns, max_turn_tokens=c.episode.max_turn_tokens,
+      max_episode_tokens=c.episode.max_episode_tokens,
+      max_observation_tokens=c.episode.max_observation_tokens, top_k=c.episode.top_k,
+      max_searches=c.episode.max_searches)
+  if settings.max_episode_tokens > shape.max_positions:
+    raise UserError(f"config.episode.max_episode_tokens is {settings.max_episode_tokens}, "
+                    f"{folder} has positions for {shape.max_positions}; lower it")
+  automaton = stops.build_automaton(
+      tokenizer.token_bytes, [t.encode() for t in actions.STOP_TAGS], shape.vocab_size)
+  engine_shapes = EngineShapes(
+      c.rollout.rows, settings.max_episode_tokens, settings.max_turn_tokens,
+      tuple(c.rollout.row_buckets), tuple(c.rollout.chunk_buckets))
+  return Policy(
+      folder=folder, shape=shape, tokenizer=tokenizer,
+      engine=Engine(shape, engine_shapes, automaton, tokenizer.eos_ids, tokenizer.size,
+                    jnp.dtype(c.model.rollout_dtype)),
+      rules=make_rules(settings, tokenizer.encode_plain, tokenizer.decode_bytes),
+      template=TEMPLATES.get(c.prompt.template, c.prompt.template),
+      chat_template=_CHAT[c.prompt.chat_template],
+      reward=dict(name=c.reward.name, structure=c.reward.structure_weight,
+                  final=c.reward.format_weight, retrieval_bonus=c.reward.retrieval_hit,
+                  search_cost=c.reward.search_cost,
+                  no_answer_penalty=c.reward.no_answer_penalty))
+
+
+def open_search(c: ml_collections.ConfigDict) -> engines.SearchEngine:
+  """The search engine of a config, or one of the controls in its place."""
+  if c.retriever.engine == "empty":
+    return engines.EmptyEngine()
+  found: engines.SearchEngine = engines.open_engine(c.retriever.index)
+  if c.retriever.engine == "random":
+    found = engines.RandomEngine(found, c.seed)
+  return engines.Recorder(found, c.retriever.record) if c.retriever.record else found
+
+
+def load_questions(specs: tuple[str, ...], limit: int = 0) -> list[Question]:
+  """The sets one after the other; `limit` takes evenly from the whole, 0 takes all."""
+  if not specs:
+    raise UserError("no question set named; set config.data.train and config.data.test")
+  questions = [q for spec in specs for q in data.load_questions(spec)]
+  if not limit or limit >= len(questions):
+    return questions
+  return [questions[i * len(questions) // limit] for i in range(limit)]
+
+
+def scorers(c: ml_collections.ConfigDict, policy: Policy
+            ) -> tuple[update.ScorePolicy, update.ScoreValue]:
+  """The functions that score tokens with the policy's (and reference's) and value's parameters."""
+  return update.decoder_scores(
+      policy.shape, allowed_vocab=policy.tokenizer.size, chunk=c.model.logits_chunk,
+      temperature=c.rollout.temperature if c.rollout.temperature > 0 else 1.0,
+      dtype=jnp.dtype(c.model.dtype), remat=c.model.remat, scan=c.model.scan_layers)
+
+
+def policy_settings(c: ml_collections.ConfigDict) -> update.PolicySettings:
+  """The policy's loss, as the config wants it."""
+  a = c.algo
+  return update.PolicySettings(
+      clip_low=a.clip_low, clip_high=a.clip_high, dual_clip=a.dual_clip, ratio=a.ratio,
+      kl_loss_coef=a.kl_coef if a.kl_in == "loss" else 0.0, kl_kind=a.kl_kind,
+      entropy_coef=a.entropy_coef, llds_coef=a.llds_coef, importance_cap=a.importance_cap,
+      compat=bool(a.compat))
+
+
+def optimizer(c: ml_collections.ConfigDict):
+  """AdamW as the config wants it, for policy and value alike."""
+  o = c.optimizer
+  return update.make_optimizer(b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay,
+                               clip_norm=o.clip_norm)
+
+
+def batch_shapes(c: ml_collections.ConfigDict) -> collate.BatchShapes:
+  """The closed list of update shapes."""
+  shapes_ = collate.BatchShapes(tuple(c.batch.lengths), c.batch.tokens, c.mesh.data * c.mesh.fsdp)
+  if shapes_.lengths[-1] < c.episode.max_episode_tokens:
+    raise UserError(f"config.batch.lengths ends at {shapes_.lengths[-1]}, an episode may have "
+                    f"{c.episode.max_episode_tokens} tokens; add that length")
+  return shapes_
+
+
+def weighting(c: ml_collections.ConfigDict) -> collate.Weighting:
+  """How tokens are weighed in the losses."""
+  return collate.Weighting(c.algo.aggregation, c.episode.max_episode_tokens,
+                           c.algo.mask_observations, bool(c.algo.compat))
+
+
+def mesh(c: ml_collections.ConfigDict) -> jax.sharding.Mesh:
+  """The devices of a run."""
+  return sharding.make_mesh(c.mesh.data, c.mesh.fsdp, c.mesh.tensor)
+
+
+def training_sampling(c: ml_collections.ConfigDict) -> sampler.Sampling:
+  """How rollouts of training are drawn."""
+  return sampler.sampling(c.rollout.temperature, c.rollout.top_p, c.rollout.top_k)
+
+
+def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+  if value not in choices:
+    raise UserError(f"config.{name} is {value!r}; choose one of "
+                    f"{', '.join(repr(x) for x in choices)}")
