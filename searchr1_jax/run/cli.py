@@ -116,9 +116,9 @@ def define_saved_config(values: flags.FlagValues, words: Sequence[str]) -> None:
   if not named:
     raise UserError("no run; give its folder as --workdir=runs/NAME")
   config = load_config(_value_of(named[0], words))
+  _refuse_unknown_keys(words, _keys(config))
   config_flags.DEFINE_config_dict("config", config, flag_values=values,
                                   sys_argv=["program", *words])
-  _refuse_unknown_keys(words, _keys(config))
 
 
 def save_config(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:

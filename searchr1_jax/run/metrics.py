@@ -65,7 +65,7 @@ def of_episodes(trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> 
   return out
 
 
-def of_rollout(stats: drive.RolloutStats, lost: int) -> dict[str, float]:
+def of_rollout(stats: drive.RolloutStats, lost: int) -> dict[str, int]:
   """Tokens and searches of a rollout, and episodes lost to retrieval errors."""
   return {"rollout/prefilled_tokens": stats.prefilled_tokens,
           "rollout/generated_tokens": stats.generated_tokens,
@@ -73,7 +73,8 @@ def of_rollout(stats: drive.RolloutStats, lost: int) -> dict[str, float]:
           "rollout/lost_episodes": lost}
 
 
-def of_sampler(plan: UpdatePlan, scored: Sequence[Sequence[update.Scored]]) -> dict[str, Mean]:
+def of_sampler(plan: UpdatePlan, scored: Sequence[Sequence[update.Scored]]
+               ) -> dict[str, Mean | float]:
   """How far the sampler's log-probs are from the trainer's, in nats."""
   gaps = [update.sampler_gap(b, s.old_logprobs_BL)
           for m, group in zip(plan.minibatches, scored) for b, s in zip(m, group)]

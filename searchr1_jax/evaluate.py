@@ -1,0 +1,62 @@
+"""Program: answers question sets greedily and prints what the answers are worth.
+
+python -m searchr1_jax.evaluate --workdir=runs/tiny
+python -m searchr1_jax.evaluate --workdir=runs/tiny --checkpoint=base --engine=empty
+python -m searchr1_jax.evaluate --workdir=runs/tiny --config.world.test_seed=7
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Sequence
+
+from absl import flags
+import jax
+import rich.console
+
+from searchr1_jax.run import cli, evaluation, setup, writers
+from searchr1_jax.rollout import sampler
+from searchr1_jax.run.load import load_trained
+
+
+def main(words: Sequence[str]) -> None:
+  def define(values: flags.FlagValues) -> None:
+    cli.define_saved_config(values, words)
+    flags.DEFINE_string("checkpoint", "newest", "newest, best, base, or a step",
+                        flag_values=values)
+    flags.DEFINE_string("engine", None, "empty or random: a control in place of the run's engine",
+                        flag_values=values)
+    flags.DEFINE_float("temperature", 0.0, "0 is greedy", flag_values=values, lower_bound=0.0)
+    flags.DEFINE_integer("questions", 0, "at most, spread over the sets; 0 takes all",
+                         flag_values=values, lower_bound=0)
+    flags.DEFINE_string("out", None, "also write summaries and episodes to this folder",
+                        flag_values=values)
+
+  values, _ = cli.parse(words, define)
+  workdir, c = pathlib.Path(values.workdir), values.config
+  if values.engine is not None:
+    c.retriever.engine = values.engine
+  setup.check(c)
+  c = setup.prepare_world(c, workdir)
+  policy, params = load_trained(c, workdir, values.checkpoint)
+  questions = setup.load_questions(tuple(c.data.test), values.questions)
+  answered = evaluation.answer_all(
+      policy.engine, params, questions, policy.rules, setup.open_search(c),
+      encode_prompt=policy.encode_prompt, score=policy.score,
+      how=sampler.sampling(values.temperature), key=jax.random.key(c.seed))
+  summaries = evaluation.by_dataset(answered)
+  title = f"{workdir}, checkpoint {values.checkpoint}, " + (
+      "greedy" if values.temperature == 0 else f"temperature {values.temperature:g}")
+  rich.console.Console().print(evaluation.table(summaries, title))
+  if values.out is not None:
+    folder = pathlib.Path(values.out)
+    diary = writers.TrajectoryWriter(folder, policy.tokenizer.decode)
+    diary.write(0, [a.trajectory for a in answered], [a.score for a in answered])
+    diary.close()
+    (folder / "summary.json").write_text(json.dumps(summaries, indent=2) + "\n")
+    print(f"written: {folder}")
+
+
+if __name__ == "__main__":
+  cli.run_program(main)

@@ -1,0 +1,56 @@
+"""A run compiles its closed list of shapes and then nothing more."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny_runs
+
+from searchr1_jax import train
+from searchr1_jax.rollout import sampler
+
+
+@pytest.fixture
+def compilations():
+  """A list that grows by one with every program that the backend compiles."""
+  seen: list[str] = []
+
+  def listen(event: str, seconds: float, **kwargs) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+      seen.append(str(kwargs))
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  with contextlib.ExitStack() as stack:
+    stack.callback(jax.monitoring.unregister_event_duration_listener, listen)
+    yield seen
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_shapes_come_from_the_closed_list(tmp_path, compilations, algorithm):
+  config = tiny_runs.config(
+      tiny_runs.world(tmp_path), algorithm, batch__lengths=(96, 192), batch__tokens=2 * 192,
+      rollout__row_buckets=(3, 6), rollout__chunk_buckets=(32, 64))
+  trainer = train.Trainer(config, tmp_path)
+  state, before = trainer.initial_state(), (sampler.prefill._cache_size(),
+                                            sampler.decode._cache_size())
+  for step in range(2):
+    state, _, _ = trainer.step(state, step)
+  copy = lambda tree: jax.tree.map(jnp.copy, tree)  # an update donates what it is given
+  again = train.RunState(copy(state.policy), copy(state.value), dict(state.host))
+  state, _, _ = trainer.step(state, 2)
+  so_far = len(compilations)
+  trainer.step(again, 2)  # the same step: every shape has been met
+  assert compilations[so_far:] == []
+
+  closed = len(trainer.shapes.all())
+  engine = trainer.model.engine.shapes
+  assert trainer.score_tokens._cache_size() <= closed
+  learners = [trainer.policy_learner] + ([trainer.value_learner] if state.value else [])
+  for learner in learners:
+    assert learner._gradient._cache_size() <= closed
+    assert learner._apply._cache_size() == learner._zeros._cache_size() == 1
+  assert sampler.prefill._cache_size() - before[0] <= engine.programs() - 1
+  assert sampler.decode._cache_size() - before[1] <= 1

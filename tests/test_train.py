@@ -1,0 +1,240 @@
+"""The programs as a user types them: they work, and a mistake gets one clear message."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import tiny_runs
+
+from searchr1_jax import ask, evaluate, make_world, train
+from searchr1_jax.run import cli
+
+# ml_collections loads a config file by a function that Python will drop.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
+PPO = "--config=configs/ppo_tiny.py"
+GRPO = "--config=configs/grpo_tiny.py"
+
+
+def typed(module: str, *words: str) -> str:
+  """What `python -m module words` prints."""
+  done = subprocess.run([sys.executable, "-m", f"searchr1_jax.{module}", *words],
+                        cwd=tiny_runs.ROOT, capture_output=True, text=True, timeout=900)
+  assert done.returncode == 0, done.stderr
+  return done.stdout
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> pathlib.Path:
+  """Two steps of PPO."""
+  workdir = tmp_path_factory.mktemp("runs") / "ppo"
+  typed("train", PPO, f"--workdir={workdir}", "--config.steps=2", "--config.data.questions=8",
+        "--config.eval.around=False", "--config.algo.value_only_steps=1")
+  return workdir
+
+
+def test_train_leaves_a_whole_run(run):
+  numbers = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+  assert [n["step"] for n in numbers] == [0, 1]
+  assert "value/value_loss" in numbers[0] and "policy/policy_loss" not in numbers[0]
+  assert "policy/policy_loss" in numbers[1]
+  assert json.loads((run / "summary.json").read_text())["steps"] == 2
+  assert "=== step 1" in (run / "trajectories.txt").read_text()
+  assert (run / "checkpoints" / "step_00000002").is_dir() and (run / "tensorboard").is_dir()
+
+
+def test_evaluate_answers_the_held_out_questions(run, tmp_path):
+  printed = typed("evaluate", f"--workdir={run}", "--questions=6", f"--out={tmp_path / 'out'}")
+  assert "EM %" in printed and "greedy" in printed
+  assert json.loads((tmp_path / "out" / "summary.json").read_text())["all"]["n"] == 6
+  assert len((tmp_path / "out" / "trajectories.jsonl").read_text().splitlines()) == 6
+
+
+def test_ask_shows_an_episode(run):
+  question = json.loads((next(run.glob("world-*")) / "test_1hop.jsonl").read_text().splitlines()[0])
+  assert "answer: " in typed("ask", f"--workdir={run}", question["question"])
+
+
+def test_the_same_command_again_has_nothing_to_do(run, monkeypatch, capsys):
+  before = (run / "metrics.jsonl").read_text()
+  main(monkeypatch, train.main, PPO, f"--workdir={run}", "--config.steps=2",
+       "--config.data.questions=8", "--config.eval.around=False",
+       "--config.algo.value_only_steps=1")
+  assert (run / "metrics.jsonl").read_text() == before
+  assert "run folder" in capsys.readouterr().out
+
+
+def main(monkeypatch, program, *words: str) -> None:
+  monkeypatch.setattr(sys, "argv", ["program", *words])
+  monkeypatch.chdir(tiny_runs.ROOT)
+  cli.run_program(program)
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys):
+  """Runs a program that must end with exit code 2 and a short message; the message."""
+  def refuse(program, *words: str) -> str:
+    with pytest.raises(SystemExit) as end:
+      main(monkeypatch, program, *words)
+    message = capsys.readouterr().err
+    assert end.value.code == 2, message
+    assert message.startswith("error: ") and "Traceback" not in message
+    assert len(message.splitlines()) <= 8, message
+    return message
+
+  return refuse
+
+
+@pytest.mark.parametrize("word, says", [
+    ("--config.stpes=3", "there is no key config.stpes; did you mean config.steps?"),
+    ("--config.algo.clip_lo=.1", "no key config.algo.clip_lo; did you mean config.algo.clip_low?"),
+    ("--config.clip_low=.1", "no key config.clip_low; did you mean config.algo.clip_low?"),
+    ("--config.steps.more=3", "there is no key config.steps.more"),
+    ("--config.algo=ppo", "config.algo is a group of keys"),
+    ("--stpes=3", "there is no flag --stpes; did you mean --config.steps?"),
+    ("--wrokdir=x", "there is no flag --wrokdir; did you mean --workdir?"),
+    ("steps=3", "nothing takes the argument 'steps=3'; did you mean --config.steps=3?"),
+    ("leftover", "nothing takes the argument 'leftover'"),
+    ("--config.steps=abc", "config.steps is 'abc'; wanted a whole number"),
+    ("--config.steps=2.5", "config.steps is '2.5'; wanted a whole number"),
+    ("--config.steps=-1", "config.steps is -1; wanted 0 or more"),
+    ("--config.eval.around=maybe", "config.eval.around is 'maybe'; wanted True or False"),
+    ("--config.algo.kl_coef=much", "config.algo.kl_coef is 'much'; wanted a number"),
+    ("--config.algo.dual_clip=x", "config.algo.dual_clip is 'x'; wanted a number"),
+    ("--config.batch.lengths=(64,", "config.batch.lengths is '(64,'; wanted a tuple"),
+    ("--config.batch.lengths=(a,b)", "config.batch.lengths is ('a', 'b'); wanted whole numbers"),
+    ("--config.optimizer.policy_lr=nan", "config.optimizer.policy_lr is nan; wanted a finite"),
+    ("--config.algo.kl_coef=inf", "config.algo.kl_coef is inf"),
+    ("--config.algo.name=pop", "config.algo.name is 'pop'; choose one of 'ppo'"),
+    ("--config.model.dtype=float16", "config.model.dtype is 'float16'"),
+    ("--config.algo.group_size=2", "set algo.group_size=1"),
+    ("--config.algo.epochs=2", "updates_per_batch=1 is no multiple of algo.epochs=2"),
+    ("--config.algo.llds_coef=.2", "raise algo.updates_per_batch"),
+    ("--config.algo.ratio=sequence", "use it with grpo or rloo"),
+    ("--config.algo.compat=search-r1", "algo.aggregation=microbatch-token-mean"),
+    ("--config.algo.drop_flat_groups=True", "drop_flat_groups needs groups"),
+    ("--config.model.path=", "config.model.path is empty"),
+    ("--config.world.name=", "no data: set config.world.name"),
+    ("--config.world.name=small", "world 'small' is not known; choose one of tiny, hard"),
+    ("--config.batch.lengths=(64,96)", "config.batch.lengths ends at 96"),
+    ("--config.batch.lengths=(192,96)", "must be rising"),
+    ("--config.data.questions=999999", "a batch of 999999 out of"),
+    ("--config.rollout.row_buckets=(24,99)", "must hold 1 to 80"),
+    ("--config.episode.top_k=0", "top_k is 0; it must be at least 1"),
+    ("--config.episode.max_episode_tokens=4096", "config.batch.lengths ends at 192"),
+    ("--config.mesh.data=3", "needs 3 devices, there are 1")])
+def test_a_mistyped_word_is_named(refused, tmp_path, word, says):
+  assert says in refused(train.main, PPO, f"--workdir={tmp_path / 'w'}", word)
+
+
+@pytest.mark.parametrize("words, says", [
+    (["--config.algo.kl_in=reward"], "algo.name=grpo takes no per-token reward"),
+    (["--config.algo.kl_controller=adaptive"], "set algo.kl_in=reward"),
+    (["--config.algo.name=rloo", "--config.algo.group_size=1"], "group_size to 2 or more")])
+def test_contradictions_of_groups_are_refused(refused, tmp_path, words, says):
+  assert says in refused(train.main, GRPO, f"--workdir={tmp_path / 'w'}", *words)
+
+
+def test_what_is_missing_or_double_is_named(refused, tmp_path):
+  workdir = f"--workdir={tmp_path / 'w'}"
+  assert "no config; give one as --config=" in refused(train.main, workdir)
+  assert ("'configs/ppo_tinny.py' does not exist; did you mean configs/ppo_tiny.py?"
+          in refused(train.main, "--config=configs/ppo_tinny.py", workdir))
+  assert "no folder for the run" in refused(train.main, PPO)
+  twice = refused(train.main, PPO, workdir, "--config.steps=3", "--config.steps=4")
+  assert "--config.steps is given more than once" in twice
+  assert "Missing value for flag --config.steps" in refused(train.main, PPO, workdir,
+                                                            "--config.steps")
+
+
+def test_a_config_file_that_does_not_run_is_named(refused, tmp_path):
+  for text, says in (("def get_config(:", "invalid syntax"), ("import nothing_such", "No module"),
+                     ("x = 1", "get_config"), ("def get_config():\n  return 1 / 0", "division")):
+    (tmp_path / "mine.py").write_text(text)
+    message = refused(train.main, f"--config={tmp_path / 'mine.py'}", f"--workdir={tmp_path}")
+    assert "mine.py cannot be read" in message and says in message
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+  return tiny_runs.world(tmp_path_factory.mktemp("worlds"))
+
+
+def small(folder: pathlib.Path, world: pathlib.Path, **changes) -> list[str]:
+  config = tiny_runs.config_file(folder / "small.py", world, "grpo", **changes)
+  return [f"--config={config}", f"--workdir={folder / 'w'}"]
+
+
+def test_a_missing_index_is_named(refused, world, tmp_path):
+  message = refused(train.main, *small(tmp_path, world, retriever__index=str(tmp_path / "none")))
+  assert str(tmp_path / "none") in message
+
+
+def test_an_unreadable_row_is_named_by_file_and_line(refused, world, tmp_path):
+  rows = tmp_path / "rows.jsonl"
+  good = {"id": "0", "question": "q?", "golden_answers": ["a"]}
+  for bad, says in (('{"id": "1", "question": ', "rows.jsonl:2: not one JSON object"),
+                    (json.dumps(good | {"id": "1", "golden_answers": []}), "field 'golden_answers'"),
+                    (json.dumps(good), "rows.jsonl:2")):
+    rows.write_text(json.dumps(good) + "\n" + bad + "\n")
+    assert says in refused(train.main, *small(tmp_path, world, data__train=(str(rows),)))
+
+
+def test_a_tokenizer_of_another_model_is_named(refused, world, tmp_path):
+  model = tmp_path / "model"
+  model.mkdir()
+  for file in (tiny_runs.ROOT / "models" / "tiny-base").iterdir():
+    (model / file.name).write_bytes(file.read_bytes())
+  config = json.loads((model / "config.json").read_text())
+  (model / "config.json").write_text(json.dumps(config | {"vocab_size": 64}))
+  message = refused(train.main, *small(tmp_path, world, model__path=str(model)))
+  assert "they belong to different models" in message and "64" in message
+
+
+def test_a_corpus_line_without_contents_is_named(tmp_path):
+  corpus = tmp_path / "corpus.jsonl"
+  corpus.write_text('{"id": "0", "contents": "\\"T\\"\\nx"}\n{"id": "1"}\n')
+  done = subprocess.run(
+      [sys.executable, "-m", "retriever.build", str(corpus), f"--out={tmp_path / 'i'}"],
+      cwd=tiny_runs.ROOT, capture_output=True, text=True, timeout=600)
+  assert done.returncode == 2 and len(done.stderr.splitlines()) <= 8, done.stderr
+  assert "corpus.jsonl" in done.stderr and "contents" in done.stderr
+  assert "Traceback" not in done.stderr
+
+
+def test_a_workdir_belongs_to_one_run(refused, run):
+  same = (PPO, f"--workdir={run}", "--config.steps=2", "--config.data.questions=8",
+          "--config.eval.around=False", "--config.algo.value_only_steps=1")
+  message = refused(train.main, *same, "--config.algo.clip_low=0.1")
+  assert "holds a run with another config (algo)" in message
+
+
+def test_a_run_that_is_not_there_is_named(refused, tmp_path):
+  for program in (evaluate.main, ask.main):
+    assert "no run; give its folder" in refused(program)
+    assert "is not the folder of a run" in refused(program, f"--workdir={tmp_path}")
+  (tmp_path / "config.json").write_text('{"steps": ')
+  assert "config.json is no whole JSON" in refused(evaluate.main, f"--workdir={tmp_path}")
+
+
+def test_mistakes_about_a_run_are_named(refused, run):
+  here = f"--workdir={run}"
+  assert "no question; give one" in refused(ask.main, here)
+  assert "nothing takes the argument 'two'" in refused(ask.main, here, "one", "two")
+  assert "--checkpoint is 'old'" in refused(evaluate.main, here, "--checkpoint=old")
+  assert "has no checkpoint of step 7" in refused(evaluate.main, here, "--checkpoint=7")
+  assert "was evaluated while training" in refused(evaluate.main, here, "--checkpoint=best")
+  assert "config.retriever.engine is 'google'" in refused(evaluate.main, here, "--engine=google")
+  assert "temperature" in refused(evaluate.main, here, "--temperature=-1")
+  assert "did you mean config.world.test_seed?" in refused(
+      evaluate.main, here, "--config.world.tset_seed=3")
+
+
+def test_make_world_names_its_mistakes(refused, tmp_path):
+  assert "no folder to write" in refused(make_world.main)
+  assert "world 'big' is not known" in refused(make_world.main, "--world=big", f"--out={tmp_path}")
+  assert "wanted numbers from 0 up" in refused(make_world.main, "--seed=-1", f"--out={tmp_path}")

@@ -1,0 +1,230 @@
+"""Model folders in and out: bit for bit where they are whole, refused by name where they aren't."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import tiny_models as tiny
+
+from searchr1_jax.model import shapes, weights
+from searchr1_jax.types import UserError
+
+TIED = tiny.random_shape("qwen3", 1)
+UNTIED = tiny.random_shape("qwen2", 0)
+
+
+def write(folder, shape=TIED, **how):
+  """A folder of random weights; what went in."""
+  params = tiny.random_params(shape, 0)
+  weights.save(folder, params, shape, **how)
+  return params
+
+
+def tensors_of(folder):
+  return safetensors.numpy.load_file(folder / "model.safetensors")
+
+
+def rewrite(folder, tensors):
+  safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+
+
+def split(folder, names_of_files):
+  """Spreads the one file over several, with an index; `names_of_files` are dealt in turn."""
+  tensors = tensors_of(folder)
+  (folder / "model.safetensors").unlink()
+  where = {t: names_of_files[i % len(names_of_files)] for i, t in enumerate(sorted(tensors))}
+  for file in names_of_files:
+    path = folder / file
+    safetensors.numpy.save_file({t: tensors[t] for t, f in where.items() if f == file}, path)
+  write_index(folder, where)
+  return where
+
+
+def write_index(folder, where):
+  (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+
+
+def assert_same(found, expected):
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_is_saved_is_what_is_loaded_bit_for_bit(kind, seed, tmp_path):
+  shape = tiny.random_shape(kind, seed)
+  params = write(tmp_path / "model", shape)
+  assert weights.read_config(tmp_path / "model")[0] == shape
+  assert_same(weights.load(tmp_path / "model"), params)
+  assert [p.name for p in tmp_path.iterdir()] == ["model"]  # nothing half-written is left
+
+
+def test_a_bfloat16_folder_is_read_and_says_so(tmp_path):
+  params = write(tmp_path / "model", dtype=jnp.bfloat16)
+  rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+  config = json.loads((tmp_path / "model" / "config.json").read_text())
+  assert config["torch_dtype"] == "bfloat16"
+  assert_same(weights.load(tmp_path / "model"),
+              jax.tree.map(lambda x: x.astype(jnp.float32), rounded))
+  kept = weights.load(tmp_path / "model", jnp.bfloat16)
+  assert {x.dtype for x in jax.tree.leaves(kept)} == {jnp.dtype(jnp.bfloat16)}
+  assert_same(kept, rounded)
+  # Two bytes a number, and a header of a few kilobytes.
+  numbers = shapes.count_parameters(TIED)
+  size = (tmp_path / "model" / "model.safetensors").stat().st_size
+  assert 2 * numbers < size < 2 * numbers + 10_000
+
+
+def test_a_given_config_stays_but_for_the_dtype(tmp_path):
+  config = shapes.to_hugging_face(TIED) | {"dtype": "bfloat16", "bos_token_id": 7}
+  write(tmp_path / "model", config=config)
+  read = json.loads((tmp_path / "model" / "config.json").read_text())
+  del config["dtype"]
+  assert read == config | {"torch_dtype": "float32"}
+
+
+def test_saving_replaces_a_folder_and_takes_the_tokenizer_along(tmp_path):
+  source = tmp_path / "source"
+  source.mkdir()
+  (source / "tokenizer.json").write_text("{}")
+  (source / "pytorch_model.bin").write_text("")
+  write(tmp_path / "model", UNTIED)
+  params = write(tmp_path / "model", copy_from=source)
+  assert_same(weights.load(tmp_path / "model"), params)
+  assert sorted(p.name for p in (tmp_path / "model").iterdir()) == [
+      "config.json", "model.safetensors", "tokenizer.json"]
+
+
+def test_several_files_with_an_index(tmp_path):
+  params = write(tmp_path / "model", UNTIED)
+  split(tmp_path / "model", ["a.safetensors", "b.safetensors", "c.safetensors"])
+  # A file that the index doesn't name is not read.
+  safetensors.numpy.save_file({"stray": np.zeros(1, np.float32)},
+                              tmp_path / "model" / "stray.safetensors")
+  assert_same(weights.load(tmp_path / "model"), params)
+
+
+def test_several_files_without_an_index(tmp_path):
+  params = write(tmp_path / "model", UNTIED)
+  split(tmp_path / "model", ["a.safetensors", "b.safetensors"])
+  (tmp_path / "model" / "model.safetensors.index.json").unlink()
+  assert_same(weights.load(tmp_path / "model"), params)
+
+
+def test_a_missing_file_is_named(tmp_path):
+  write(tmp_path / "model")
+  split(tmp_path / "model", ["a.safetensors", "b.safetensors"])
+  (tmp_path / "model" / "b.safetensors").unlink()
+  with pytest.raises(UserError, match="b.safetensors named in .* but not there"):
+    weights.load(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", [
+    "../outside.safetensors", "/tmp/outside.safetensors", "sub/../../outside.safetensors"])
+def test_an_index_never_leads_out_of_its_folder(name, tmp_path):
+  write(tmp_path / "model")
+  where = split(tmp_path / "model", ["a.safetensors", "b.safetensors"])
+  shutil.copy(tmp_path / "model" / "b.safetensors", tmp_path / "outside.safetensors")
+  write_index(tmp_path / "model",
+              {t: name if f == "b.safetensors" else f for t, f in where.items()})
+  with pytest.raises(UserError, match="outside its folder"):
+    weights.load(tmp_path / "model")
+
+
+def test_every_wrong_tensor_is_named_at_once(tmp_path):
+  write(tmp_path / "model")
+  tensors = tensors_of(tmp_path / "model")
+  del tensors["model.layers.1.mlp.up_proj.weight"]
+  tensors["model.layers.0.self_attn.q_proj.weight"] = (
+      tensors["model.layers.0.self_attn.q_proj.weight"].T.copy()[:, :-1].copy())
+  tensors["model.layers.9.input_layernorm.weight"] = np.zeros(TIED.width, np.float32)
+  tensors["model.norm.weight"][3] = np.nan
+  rewrite(tmp_path / "model", tensors)
+  with pytest.raises(UserError) as error:
+    weights.load(tmp_path / "model")
+  q = f"({TIED.width}, {TIED.heads * TIED.head_size - 1})"
+  wanted = f"({TIED.heads * TIED.head_size}, {TIED.width})"
+  for part in ("missing tensor model.layers.1.mlp.up_proj.weight",
+               f"model.layers.0.self_attn.q_proj.weight has shape {q}, wanted {wanted}",
+               "unexpected tensor model.layers.9.input_layernorm.weight",
+               "model.norm.weight holds NaN", str(tmp_path)):
+    assert part in str(error.value)
+
+
+def test_a_long_list_of_wrong_tensors_is_cut(tmp_path):
+  write(tmp_path / "model")
+  tensors = tensors_of(tmp_path / "model")
+  rewrite(tmp_path / "model", {f"other.{name}": x for name, x in tensors.items()})
+  with pytest.raises(UserError, match=rf"and {2 * len(tensors) - 8} more"):
+    weights.load(tmp_path / "model")
+
+
+def test_a_tied_head_written_out_once_more_is_read_over(tmp_path):
+  params = write(tmp_path / "model")
+  tensors = tensors_of(tmp_path / "model")
+  head = tensors["model.embed_tokens.weight"].copy()
+  rewrite(tmp_path / "model", tensors | {"lm_head.weight": head})
+  assert_same(weights.load(tmp_path / "model"), params)
+  # But one that says something else is not: config.json would then describe another model.
+  head[0, 0] += 1
+  rewrite(tmp_path / "model", tensors | {"lm_head.weight": head})
+  with pytest.raises(UserError, match="lm_head.weight differs from model.embed_tokens.weight"):
+    weights.load(tmp_path / "model")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_a_cut_file_is_named(keep, tmp_path):
+  write(tmp_path / "model")
+  path = tmp_path / "model" / "model.safetensors"
+  path.write_bytes(path.read_bytes()[:keep])
+  with pytest.raises(UserError, match="model.safetensors is not a whole safetensors file"):
+    weights.load(tmp_path / "model")
+
+
+def test_a_header_as_long_as_the_universe_is_refused(tmp_path):
+  write(tmp_path / "model")
+  (tmp_path / "model" / "model.safetensors").write_bytes(
+      (2**63).to_bytes(8, "little") + b"{}" * 100)
+  with pytest.raises(UserError, match="not a whole safetensors file"):
+    weights.load(tmp_path / "model")
+
+
+@pytest.mark.parametrize("file, text, says", [
+    ("config.json", "{", "not valid JSON"),
+    ("config.json", "[]", "wanted an object"),
+    ("model.safetensors.index.json", "{", "not valid JSON"),
+    ("model.safetensors.index.json", "{}", "no weight_map")])
+def test_broken_json_is_named(file, text, says, tmp_path):
+  write(tmp_path / "model")
+  (tmp_path / "model" / file).write_text(text)
+  with pytest.raises(UserError, match=f"{file}.*{says}"):
+    weights.load(tmp_path / "model")
+
+
+def test_no_folder_no_config_no_weights(tmp_path):
+  with pytest.raises(UserError, match="no config.json"):
+    weights.load(tmp_path)
+  write(tmp_path / "model")
+  (tmp_path / "model" / "model.safetensors").unlink()
+  with pytest.raises(UserError, match="no .safetensors file"):
+    weights.load(tmp_path / "model")
+  with pytest.raises(UserError, match="neither a folder nor a hub id"):
+    weights.local_folder(str(tmp_path / "nowhere"))
+
+
+def test_other_sizes_in_the_config_are_noticed(tmp_path):
+  write(tmp_path / "model")
+  path = tmp_path / "model" / "config.json"
+  config = json.loads(path.read_text())
+  path.write_text(json.dumps(config | {"num_hidden_layers": TIED.layers - 1}))
+  with pytest.raises(UserError, match=f"unexpected tensor model.layers.{TIED.layers - 1}."):
+    weights.load(tmp_path / "model")
+  path.write_text(json.dumps(config | {"vocab_size": TIED.vocab_size + 1}))
+  with pytest.raises(UserError, match="model.embed_tokens.weight has shape"):
+    weights.load(tmp_path / "model")
