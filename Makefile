@@ -31,7 +31,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m searchr1_jax.train --config=configs/grpo_tiny.py --workdir=$(DEMO)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 assets: $(SEARCHR1_ASSETS)/.built
 
@@ -40,4 +40,4 @@ $(SEARCHR1_ASSETS)/.built: tests/build_assets.py | $(VENV)/.installed-dev
 	@touch $@
 
 slow: $(VENV)/.installed-dev $(SEARCHR1_ASSETS)/.built
-	SEARCHR1_ASSETS=$(abspath $(SEARCHR1_ASSETS)) $(BIN)/python -m pytest -q -m "slow or not slow"
+	SEARCHR1_ASSETS=$(abspath $(SEARCHR1_ASSETS)) $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "slow or not slow"
