@@ -54,7 +54,8 @@ def get_config() -> ml_collections.ConfigDict:
   c.algo.update(name="grpo", group_size=2, kl_in="loss", kl_kind="k3", entropy_coef=0.0,
                 updates_per_batch=1)
   c.optimizer.update(policy_lr=1e-5, policy_warmup=0.0)
-  c.reward.name = "f1"  # exact match is too rare here to tell episodes apart
+  # Exact match is too rare here to tell episodes apart: near misses, answers and hits count too.
+  c.reward.update(name="f1", retrieval_hit=0.2, no_answer_penalty=0.2)
   c.batch.update(lengths=(320, 640), tokens=1280)
   c.eval.update(every=0, around=False)
   c.checkpoint.update(every=2, keep=1, best=False)

@@ -228,3 +228,21 @@ def test_other_sizes_in_the_config_are_noticed(tmp_path):
   path.write_text(json.dumps(config | {"vocab_size": TIED.vocab_size + 1}))
   with pytest.raises(UserError, match="model.embed_tokens.weight has shape"):
     weights.load(tmp_path / "model")
+
+
+def test_a_folder_of_something_else_is_never_replaced(tmp_path):
+  # A mistyped --out must not cost the user anything.
+  (tmp_path / "thesis").mkdir()
+  (tmp_path / "thesis" / "chapter1.txt").write_text("years of work")
+  with pytest.raises(UserError, match="not empty and holds no model"):
+    write(tmp_path / "thesis")
+  assert (tmp_path / "thesis" / "chapter1.txt").read_text() == "years of work"
+  assert [p.name for p in tmp_path.iterdir()] == ["thesis"]
+
+
+def test_an_older_model_is_replaced_and_nothing_else_is_left(tmp_path):
+  write(tmp_path / "model")
+  params = tiny.random_params(TIED, 1)
+  weights.save(tmp_path / "model", params, TIED)
+  assert_same(weights.load(tmp_path / "model"), params)
+  assert [p.name for p in tmp_path.iterdir()] == ["model"]

@@ -148,9 +148,12 @@ def save(folder: str | pathlib.Path, params: decoder.Params, shape: shapes.Decod
          copy_from: str | pathlib.Path | None = None) -> None:
   """Writes a folder that `load` and transformers read; it appears whole or not at all.
 
+  An older model of that name is replaced; a folder that holds anything else is refused.
   `copy_from`: a folder whose tokenizer and generation files go along.
   """
   folder = pathlib.Path(folder)
+  if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
+    raise UserError(f"{folder} is not empty and holds no model; name another folder")
   folder.parent.mkdir(parents=True, exist_ok=True)
   partial = pathlib.Path(tempfile.mkdtemp(prefix=folder.name + ".partial-", dir=folder.parent))
   flat = _flatten(params)
@@ -171,10 +174,12 @@ def save(folder: str | pathlib.Path, params: decoder.Params, shape: shapes.Decod
                  "generation_config.json", "vocab.json", "merges.txt"):
       if (source := pathlib.Path(copy_from) / name).is_file():
         shutil.copy(source, partial / name)
-  if folder.exists():
-    shutil.rmtree(folder)
   partial.chmod(0o755)
+  replaced = partial.with_name(partial.name + "-replaced")
+  if folder.exists():
+    folder.rename(replaced)  # a kill from here on loses neither
   partial.rename(folder)
+  shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _tensors(folder: pathlib.Path) -> Iterator[tuple[str, np.ndarray]]:

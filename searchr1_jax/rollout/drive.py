@@ -92,6 +92,8 @@ def rollout(engine: Engine, params: Params, tasks: Sequence[Task], rules: ep.Rul
     if not running:
       continue
     written = engine.decode()
+    if not written:
+      raise RuntimeError(f"no turn ended in rows {sorted(running)}: the engine lost them")
     stats.rounds += 1
     clock.charge(stats, "decode")
     asked: dict[int, ep.Search] = {}
