@@ -5,12 +5,13 @@ SEARCHR1_ASSETS ?= assets
 BIN := $(VENV)/bin
 DEMO := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help venv demo test slow assets
+.PHONY: help venv demo test slow soak assets
 
 help:
 	@echo "make demo    train a small policy to search, from nothing, in minutes"
 	@echo "make test    the quick tests"
 	@echo "make slow    every test, with real models and texts"
+	@echo "make soak    kills and resumes runs at every named moment"
 	@echo "make assets  build those models and texts in $(SEARCHR1_ASSETS)"
 	@echo "make venv    only the environment, in $(VENV)"
 
@@ -40,4 +41,7 @@ $(SEARCHR1_ASSETS)/.built: tests/build_assets.py | $(VENV)/.installed-dev
 	@touch $@
 
 slow: $(VENV)/.installed-dev $(SEARCHR1_ASSETS)/.built
-	SEARCHR1_ASSETS=$(abspath $(SEARCHR1_ASSETS)) $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "slow or not slow"
+	SEARCHR1_ASSETS=$(abspath $(SEARCHR1_ASSETS)) $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not soak"
+
+soak: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -q -n 2 -m soak

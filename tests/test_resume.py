@@ -143,7 +143,7 @@ def test_killed_and_resumed_is_undisturbed(runs, algorithm, moments):
   runs(algorithm).finish("few")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_every_named_moment(runs, algorithm, moment):
@@ -152,7 +152,7 @@ def test_every_named_moment(runs, algorithm, moment):
   runs(algorithm).finish(workdir)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_random_moments(runs, algorithm):
   rng = np.random.default_rng(0)
