@@ -29,13 +29,19 @@ def compilations():
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-def test_shapes_come_from_the_closed_list(tmp_path, compilations, algorithm):
+def test_shapes_come_from_the_closed_list(tmp_path, monkeypatch, compilations, algorithm):
   config = tiny_runs.config(
       tiny_runs.world(tmp_path), algorithm, batch__lengths=(96, 192), batch__tokens=2 * 192,
       rollout__row_buckets=(3, 6), rollout__chunk_buckets=(32, 64))
   trainer = train.Trainer(config, tmp_path)
   state, before = trainer.initial_state(), (sampler.prefill._cache_size(),
                                             sampler.decode._cache_size())
+  batches, prefills = set(), set()
+  score, prefill = trainer.score, trainer.model.engine._prefill
+  monkeypatch.setattr(trainer, "score", lambda state, batch: (
+      batches.add(batch.inputs_BL.shape), score(state, batch))[1])
+  monkeypatch.setattr(trainer.model.engine, "_prefill", lambda members, rows, chunk: (
+      prefills.add((rows, chunk)), prefill(members, rows, chunk))[1])
   for step in range(2):
     state, _, _ = trainer.step(state, step)
   copy = lambda tree: jax.tree.map(jnp.copy, tree)  # an update donates what it is given
@@ -45,8 +51,9 @@ def test_shapes_come_from_the_closed_list(tmp_path, compilations, algorithm):
   trainer.step(again, 2)  # the same step: every shape has been met
   assert compilations[so_far:] == []
 
-  closed = len(trainer.shapes.all())
-  engine = trainer.model.engine.shapes
+  engine, closed = trainer.model.engine.shapes, len(trainer.shapes.all())
+  assert batches <= set(trainer.shapes.all())
+  assert prefills <= {(r, c) for r in engine.row_buckets for c in engine.chunk_buckets}
   assert trainer.score_tokens._cache_size() <= closed
   learners = [trainer.policy_learner] + ([trainer.value_learner] if state.value else [])
   for learner in learners:

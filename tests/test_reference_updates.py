@@ -197,7 +197,8 @@ def test_critic_update(case):
   mine = rows.picked(value_BL) > 0
   np.testing.assert_allclose(first_BT[mine], f32(case["compute_values_output"])[mine], rtol=1e-5,
                              atol=1e-6)
-  found, norms, params, rate = run_updates(case, rows, objective, targets, value_BL, value_BL)
+  policy_BL = rows.laid(rows.attention_BL[:, -rows.responses:])  # another mask, which is not read
+  found, norms, params, rate = run_updates(case, rows, objective, targets, policy_BL, value_BL)
   metrics = case["metrics"]
   agree(found, metrics, {"value_loss": "critic/vf_loss", "value_clip_fraction": "critic/vf_clipfrac",
                          "value": "critic/vpred_mean"})
