@@ -15,6 +15,7 @@ from ml_collections import config_dict
 def get_config() -> ml_collections.ConfigDict:
   c = ml_collections.ConfigDict()
   c.seed = 0                  # addresses all randomness, together with step, question and sample
+  # May be raised when a run is resumed; its warm-up stays as long as its first `steps` made it.
   c.steps = 500               # training steps: rollout batches
 
   c.model = dict(
@@ -31,7 +32,8 @@ def get_config() -> ml_collections.ConfigDict:
       test_seed=1,            # of the entities and questions held out
   )
   c.data = dict(
-      train=(),               # question sets: files (.jsonl, .parquet) or tfds:NAME/SPLIT
+      train=(),               # question sets: files (.jsonl, .parquet) or tfds:NAME/SPLIT; the
+                              # rows' data_source, or else a file's name, is the dataset's name
       test=(),                # question sets that are evaluated, none dropped
       questions=512,          # questions a training step
   )
@@ -56,7 +58,7 @@ def get_config() -> ml_collections.ConfigDict:
       rows=256,               # episodes that run at a time
       row_buckets=(32, 256),  # rows of one prefill call: each compiles
       chunk_buckets=(64, 512),  # tokens a row of one prefill call: each compiles
-      temperature=1.0,        # of sampling in training; 0 is greedy
+      temperature=1.0,        # of sampling in training, above 0: a gradient needs samples
       top_p=1.0,              # mass kept when sampling; 1 keeps all
       top_k=0,                # ids kept when sampling; 0 keeps all
   )

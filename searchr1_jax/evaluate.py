@@ -15,9 +15,12 @@ from absl import flags
 import jax
 import rich.console
 
-from searchr1_jax.run import cli, evaluation, setup, writers
 from searchr1_jax.rollout import sampler
+from searchr1_jax.run import cli, disk, evaluation, setup, writers
 from searchr1_jax.run.load import load_trained
+from searchr1_jax.types import UserError
+
+MARK = "evaluation.json"  # in the folder of every evaluation: of what it is
 
 
 def main(words: Sequence[str]) -> None:
@@ -38,6 +41,7 @@ def main(words: Sequence[str]) -> None:
   if values.engine is not None:
     c.retriever.engine = values.engine
   setup.check(c)
+  folder = _begin(values) if values.out is not None else None
   c = setup.prepare_world(c, workdir)
   policy, params = load_trained(c, workdir, values.checkpoint)
   questions = setup.load_questions(tuple(c.data.test), values.questions)
@@ -49,13 +53,22 @@ def main(words: Sequence[str]) -> None:
   title = f"{workdir}, checkpoint {values.checkpoint}, " + (
       "greedy" if values.temperature == 0 else f"temperature {values.temperature:g}")
   rich.console.Console().print(evaluation.table(summaries, title))
-  if values.out is not None:
-    folder = pathlib.Path(values.out)
+  if folder is not None:
     diary = writers.TrajectoryWriter(folder, policy.tokenizer.decode)
     diary.write(0, [a.trajectory for a in answered], [a.score for a in answered])
     diary.close()
-    (folder / "summary.json").write_text(json.dumps(summaries, indent=2) + "\n")
+    with disk.writing(folder):
+      (folder / "summary.json").write_text(json.dumps(summaries, indent=2) + "\n")
     print(f"written: {folder}")
+
+
+def _begin(values: flags.FlagValues) -> pathlib.Path:
+  """The folder to write, refused now rather than after the work."""
+  if not values.out:
+    raise UserError("--out names no folder; give one such as --out=runs/tiny-test, or leave it out")
+  names = ("workdir", "checkpoint", "engine", "temperature", "questions")
+  disk.begin_output(pathlib.Path(values.out), MARK, {n: values[n].value for n in names})
+  return pathlib.Path(values.out)
 
 
 if __name__ == "__main__":

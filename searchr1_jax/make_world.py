@@ -22,7 +22,7 @@ def main(words: Sequence[str]) -> None:
     flags.DEFINE_string("out", None, "folder to write", flag_values=values)
 
   values, _ = cli.parse(words, define)
-  if values.out is None:
+  if not values.out:
     raise UserError("no folder to write; give one as --out=worlds/tiny")
   print(files.write_world(values.out, values.world, values.seed, values.test_seed))
 

@@ -7,6 +7,7 @@ The same command again resumes from the newest whole checkpoint in the workdir.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -22,10 +23,12 @@ import numpy as np
 import rich.console
 
 from retriever.engine import SearchEngine
+from retriever.protocol import RetrievalError
 from searchr1_jax.algo import advantages, collate, schedules, update
 from searchr1_jax.model import sharding, value
 from searchr1_jax.rollout import drive, sampler
-from searchr1_jax.run import checkpoint, cli, data, evaluation, metrics as measures, setup, writers
+from searchr1_jax.run import (checkpoint, cli, data, disk, evaluation, metrics as measures, setup,
+                              writers)
 from searchr1_jax.types import Question, Score, StopReason, Trajectory, UserError
 
 EVALUATION_DRAW = 2**31 - 1  # the "step" that addresses the randomness of sampled evaluations
@@ -43,6 +46,10 @@ class RunState:
   def to_checkpoint(self) -> dict[str, Any]:
     arrays = {"policy": self.policy} | ({"value": self.value} if self.value else {})
     return {"arrays": arrays, "host": self.host}
+
+  def noting(self, **host: Any) -> RunState:
+    """The same with these entries in `host`."""
+    return dataclasses.replace(self, host=self.host | host)
 
   @classmethod
   def from_checkpoint(cls, saved: dict[str, Any]) -> RunState:
@@ -79,25 +86,25 @@ class Trainer:
     self.optimizer = setup.optimizer(c)
     self.policy_learner = update.Learner(policy_objective, self.optimizer, self.mesh)
     self.value_learner = update.Learner(value_objective, self.optimizer, self.mesh)
-    rate = lambda peak, share: schedules.warmup(
-        peak, schedules.warmup_steps(share, c.steps), compat=bool(c.algo.compat))
-    self.policy_rate = rate(c.optimizer.policy_lr, c.optimizer.policy_warmup)
-    self.value_rate = rate(c.optimizer.value_lr, c.optimizer.value_warmup)
     base = self.model.load_params()
     self.base = jax.device_put(base, sharding.parameter_shardings(self.mesh, base))
     self.reference = self.base if c.algo.kl_coef else None
+    # What a resumed run must find unchanged.
+    self.fingerprints = {
+        "search engine": self.search.fingerprint, "tokenizer": self.model.tokenizer.fingerprint,
+        "base model": checkpoint.fingerprint(base, str(self.model.shape)),
+        "set of questions": data.fingerprint(self.train_questions)}
 
   def initial_state(self) -> RunState:
     """Step 0: the base model; a value model, where there is one, with the same backbone."""
     start = lambda params: update.init_train_state(params, self.optimizer, self.mesh)
-    host = {"cursor": 0, "kl_coef": float(self.config.algo.kl_coef), "bad_updates": 0,
-            "skipped": 0, "fingerprints": self.fingerprints()}
+    c = self.config
+    warmup = {name: schedules.warmup_steps(share, c.steps) for name, share in (
+        ("policy", c.optimizer.policy_warmup), ("value", c.optimizer.value_warmup))}
+    host = {"cursor": 0, "kl_coef": float(c.algo.kl_coef), "bad_updates": 0, "skipped": 0,
+            "warmup_steps": warmup, "fingerprints": self.fingerprints}
     return RunState(start(self.base), start(value.from_policy(self.base)) if self.needs_value
                     else None, host)
-
-  def fingerprints(self) -> dict[str, str]:
-    """What a resumed run must find unchanged."""
-    return {"search": self.search.fingerprint, "tokenizer": self.model.tokenizer.fingerprint}
 
   def step(self, state: RunState, step: int) -> tuple[RunState, dict, list]:
     """One training step: questions → rollout → score → advantages → update."""
@@ -106,12 +113,14 @@ class Trainer:
         self.train_questions, c.seed, state.host["cursor"], c.data.questions)
     trajectories, stats = self.rollout(state, questions, step)
     clock.take(stats.seconds)
-    kept, lost = self.survivors(trajectories)
-    scores = [self.model.score(t) for t in kept]
+    scores = [self.model.score(t) for t in trajectories]
     rewards_B = np.array([s.reward for s in scores], np.float32)
-    advantages_B, taught_B = self.compare(kept, rewards_B)
-    plan = collate.collate(kept, rewards_B, advantages_B, shapes=self.shapes, updates=self.minibatches,
-                           weighting=self.weighting, taught_B=taught_B)
+    advantages_B, rows = self.compare(trajectories, rewards_B)
+    kept, scores = [trajectories[i] for i in rows], [scores[i] for i in rows]
+    taught_B = advantages_B != 0 if c.algo.drop_flat_groups else np.ones(len(rows), bool)
+    plan = collate.collate(
+        kept, rewards_B[rows], advantages_B, shapes=self.shapes, weighting=self.weighting,
+        updates=min(self.minibatches, len(rows)), taught_B=taught_B)
     clock.charge("host")
     minibatches = [[sharding.put_batch(self.mesh, b) for b in m] for m in plan.minibatches]
     plan = dataclasses.replace(plan, minibatches=tuple(map(tuple, minibatches)))
@@ -122,12 +131,13 @@ class Trainer:
     state, learned = self.learn(state, plan, targets, step)
     jax.block_until_ready(state.policy)
     clock.charge("update")
+    lost = len(trajectories) - len(kept)
     found = {**measures.of_episodes(kept, scores), **measures.of_rollout(stats, lost),
              **about, **learned, **measures.of_sampler(plan, scored),
              "padding": plan.padding_share, "taught": float(np.mean(taught_B)),
              **clock.metrics()}
-    host = state.host | {"cursor": cursor, "kl_coef": self.next_kl_coef(state, about, len(kept))}
-    return dataclasses.replace(state, host=host), found, list(zip(kept, scores))
+    state = state.noting(cursor=cursor, kl_coef=self.next_kl_coef(state, about, len(kept)))
+    return state, found, list(zip(kept, scores))
 
   def rollout(self, state: RunState, questions: Sequence[Question], step: int):
     """The episodes of a step; repeated where the search engine lost too many of them."""
@@ -139,40 +149,36 @@ class Trainer:
       trajectories, stats = drive.rollout(
           self.model.engine, state.policy.params, tasks, self.model.rules, self.search,
           how=setup.training_sampling(c), key=key)
-      lost = len(tasks) - len(self.survivors(trajectories)[0])
-      if lost <= c.limits.lost_share * len(tasks):
+      _, rows = self.compare(trajectories, np.zeros(len(tasks), np.float32))
+      lost = len(tasks) - len(rows)  # which rows are left does not depend on rewards
+      if lost <= c.limits.lost_share * len(tasks) and lost < len(tasks):
         return trajectories, stats
     raise cli.RetrieverLost(
         f"the search engine lost {lost} of {len(tasks)} episodes, {c.limits.lost_batches} times in "
         f"a row, at step {step}; mend it and repeat the command: the run resumes where it stopped")
 
-  def survivors(self, trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], int]:
-    """The episodes to learn from, and how many a failing search took: with too few left, a group goes."""
-    failed = [t.stop_reason is StopReason.RETRIEVAL_ERROR for t in trajectories]
-    alive: dict[tuple[str, str], int] = {}
-    for t, bad in zip(trajectories, failed):
-      alive[t.question.key] = alive.get(t.question.key, 0) + (not bad)
-    least = min(2, self.config.algo.group_size)
-    kept = [t for t, bad in zip(trajectories, failed) if not bad and alive[t.question.key] >= least]
-    return kept, len(trajectories) - len(kept)
-
   @property
   def minibatches(self) -> int:
     return self.config.algo.updates_per_batch // self.config.algo.epochs
 
-  def compare(self, kept: Sequence[Trajectory], rewards_B: np.ndarray
+  def compare(self, trajectories: Sequence[Trajectory], rewards_B: np.ndarray
               ) -> tuple[np.ndarray, np.ndarray]:
-    """Advantages by group, and which rows teach anything; PPO's come later, from values."""
+    """Advantages by group, and the rows that they are of; PPO's come later, from values.
+
+    A failing search takes its episode away, and with too few left to compare, the whole group.
+    """
     a = self.config.algo
-    everyone = np.ones(len(kept), bool)
-    if a.name == "ppo":
-      return np.zeros(len(kept), np.float32), everyone
-    keys = [t.question.key for t in kept]
+    keep_B = np.array([t.stop_reason is not StopReason.RETRIEVAL_ERROR for t in trajectories])
+    keys = [t.question.key for t in trajectories]
+    advantages_B = np.zeros(len(trajectories), np.float32)
     if a.name == "rloo":
-      advantages_B, _ = advantages.rloo_advantages(rewards_B, keys, everyone)
-    else:
-      advantages_B, _ = advantages.grpo_advantages(rewards_B, keys, everyone, use_std=a.group_std)
-    return advantages_B, advantages_B != 0 if a.drop_flat_groups else everyone
+      advantages_B, keep_B = advantages.rloo_advantages(
+          rewards_B, keys, keep_B, group_size=a.group_size)
+    elif a.name == "grpo":
+      advantages_B, keep_B = advantages.grpo_advantages(
+          rewards_B, keys, keep_B, use_std=a.group_std, group_size=a.group_size)
+    rows = np.flatnonzero(keep_B)
+    return advantages_B[rows], rows
 
   def score(self, state: RunState, batch) -> update.Scored:
     """Log-probs and values of a batch's tokens before any update."""
@@ -194,7 +200,7 @@ class Trainer:
   def learn(self, state: RunState, plan, targets, step: int) -> tuple[RunState, dict]:
     """All epochs of updates on a rollout batch; the value first, alone where so configured."""
     policy, value_state, found = state.policy, state.value, {}
-    policy_rate, value_rate = float(self.policy_rate(step)), float(self.value_rate(step))
+    policy_rate, value_rate = self.rate(state, "policy", step), self.rate(state, "value", step)
     for _ in range(self.config.algo.epochs):
       for batches, goals in zip(plan.minibatches, targets, strict=True):
         if value_state:
@@ -205,6 +211,11 @@ class Trainer:
           found = update.add_metrics(found, {f"policy/{k}": v for k, v in learned.items()})
     found["policy/lr"] = policy_rate
     return dataclasses.replace(state, policy=policy, value=value_state), found
+
+  def rate(self, state: RunState, name: str, step: int) -> float:
+    """The learning rate of policy or value; a run keeps its warm-up when it is prolonged."""
+    c, steps = self.config, state.host["warmup_steps"][name]
+    return float(schedules.warmup(c.optimizer[f"{name}_lr"], steps, bool(c.algo.compat))(step))
 
   def next_kl_coef(self, state: RunState, about: dict, episodes: int) -> float:
     """The KL coefficient of the next step."""
@@ -226,45 +237,53 @@ class Trainer:
 def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
   """Trains until `config.steps`, resuming what the workdir holds; returns the summary."""
   setup.check(config)
-  workdir.mkdir(parents=True, exist_ok=True)
-  if (workdir / cli.CONFIG_FILE).is_file():
-    _refuse_other_run(config, workdir)
-  console, stop = rich.console.Console(), checkpoint.StopFlag().install()
-  trainer = Trainer(config, workdir)
-  cli.save_config(workdir, config)
+  with disk.locked(workdir):
+    if (workdir / cli.CONFIG_FILE).is_file():
+      _refuse_other_run(config, workdir)
+    stop = checkpoint.StopFlag().install()
+    trainer = Trainer(config, workdir)
+    cli.save_config(workdir, config)
+    summary = _run(trainer, workdir, stop)
+    with disk.writing(workdir):
+      (workdir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+  _show(rich.console.Console(), summary, workdir)
+  return summary
+
+
+def _run(trainer: Trainer, workdir: pathlib.Path, stop: checkpoint.StopFlag) -> dict[str, Any]:
+  """The steps that are left, with what is measured, written and saved between them."""
   c = trainer.config
   saves = checkpoint.Checkpointer(workdir / "checkpoints", c.checkpoint.keep, c.checkpoint.best)
-  state, first = _restore(trainer, saves)
-  diary = Diary(workdir, c, trainer, first)
-  if first == 0 and "before" not in state.host:
-    state = dataclasses.replace(state, host=state.host | {"before": _measure(trainer, state, c)})
-  began, spent = time.monotonic(), measures.Clock()
-  for step in range(first, c.steps):
-    if stop:
-      saves.save(step, state.to_checkpoint())
-      raise cli.Stopped(f"stopped by a signal at step {step}; the same command resumes there")
+  state, done = _restore(trainer, saves)
+  if "before" not in state.host:
+    state = state.noting(before=_measure(trainer, state, c))
+  began, spent, metric = time.monotonic(), measures.Clock(), None
+  with contextlib.closing(Diary(workdir, c, trainer, done)) as diary:
     try:
-      state, found, episodes = trainer.step(state, step)
-    except cli.RetrieverLost:
-      if step not in saves.steps():
-        saves.save(step, state.to_checkpoint())
+      while done < c.steps:
+        _heed(stop, done)
+        state, found, episodes = trainer.step(state, done)
+        done += 1  # from here on `state` is that of the next step
+        state = _guard(state, c, done)
+        try:
+          found |= _evaluate_between(trainer, state, c, done)
+        finally:  # the step has been taken, whatever becomes of the evaluation
+          diary.write(done - 1, found, episodes)
+        metric = found.get("eval/em")
+        if done % c.checkpoint.every == 0 and done < c.steps:
+          saves.save(done, state.to_checkpoint(), metric)
+        spent.add(found)
+      seconds = time.monotonic() - began
+      if "after" not in state.host:
+        _heed(stop, done)
+        after = _measure(trainer, state, c)
+        state = state.noting(after=after)
+        saves.save(done, state.to_checkpoint(), after["greedy"]["all"]["em"] if after else metric)
+    except (cli.Stopped, cli.RetrieverLost, RetrievalError):
+      if done not in saves.steps():
+        saves.save(done, state.to_checkpoint())
       raise
-    state = _guard(state, c, step)
-    done, metric = step + 1, None
-    if c.eval.every and done % c.eval.every == 0 and done < c.steps and trainer.test_questions:
-      greedy = evaluation.summarise(trainer.evaluate(state.policy.params, 0.0))
-      found["eval/em"] = metric = greedy["em"]
-      found["eval/searches"] = greedy["searches"]
-    diary.write(step, found, episodes)
-    if done % c.checkpoint.every == 0 or done == c.steps:
-      saves.save(done, state.to_checkpoint(), metric)
-    spent.add(found)
-  seconds = time.monotonic() - began
-  summary = _summary(trainer, state, c, seconds, spent)
-  diary.close()
-  (workdir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-  _show(console, summary, workdir)
-  return summary
+  return _summary(state, c, seconds, spent)
 
 
 class Diary:
@@ -285,8 +304,10 @@ class Diary:
     self._episodes.write(step, [t for t, _ in shown], [s for _, s in shown])
 
   def close(self) -> None:
-    self._numbers.close()
-    self._episodes.close()
+    try:
+      self._numbers.close()
+    finally:
+      self._episodes.close()
 
 
 def _restore(trainer: Trainer, saves: checkpoint.Checkpointer) -> tuple[RunState, int]:
@@ -298,11 +319,26 @@ def _restore(trainer: Trainer, saves: checkpoint.Checkpointer) -> tuple[RunState
   if found is None:
     return state, 0
   step, saved = found
-  for name, now in trainer.fingerprints().items():
-    if (then := saved["host"]["fingerprints"][name]) != now:
+  host, steps = saved["host"], trainer.config.steps
+  if step > steps:
+    raise UserError(f"the run has done {step} steps already, config.steps is {steps}; set it to "
+                    f"{step} or more, or start in an empty workdir")
+  if set(host["fingerprints"]) != set(trainer.fingerprints):
+    raise UserError("the run was started by another version of this program, which did not note "
+                    "all that must stay the same; resume it with that version, or start in an "
+                    "empty workdir")
+  for name, now in trainer.fingerprints.items():
+    if (then := host["fingerprints"][name]) != now:
       raise UserError(f"the run was started with another {name} ({then[:12]}, now {now[:12]}); put "
                       "the old one back, or start in an empty workdir")
+  if step < steps:
+    host.pop("after", None)  # a finished run goes on: what it came to is measured again
   return RunState.from_checkpoint(saved), step
+
+
+def _heed(stop: checkpoint.StopFlag, done: int) -> None:
+  if stop:
+    raise cli.Stopped(f"stopped by a signal after step {done}; the same command goes on from there")
 
 
 def _refuse_other_run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> None:
@@ -315,14 +351,23 @@ def _refuse_other_run(config: ml_collections.ConfigDict, workdir: pathlib.Path) 
                     "settings to resume it, or name another workdir")
 
 
-def _guard(state: RunState, c, step: int) -> RunState:
+def _guard(state: RunState, c, done: int) -> RunState:
   """Counts updates refused for a non-finite gradient; too many in a row end the run."""
   skipped = int(state.policy.skipped) + (int(state.value.skipped) if state.value else 0)
   bad = state.host["bad_updates"] + 1 if skipped > state.host["skipped"] else 0
   if bad >= c.limits.bad_updates:
-    raise cli.NumericError(f"{bad} steps in a row had a non-finite gradient, up to step {step}; "
+    raise cli.NumericError(f"{bad} steps in a row had a non-finite gradient, up to step {done}; "
                            "the parameters are as before; lower the learning rate")
-  return dataclasses.replace(state, host=state.host | {"bad_updates": bad, "skipped": skipped})
+  return state.noting(bad_updates=bad, skipped=skipped)
+
+
+def _evaluate_between(trainer: Trainer, state: RunState, c, done: int) -> dict[str, float]:
+  """Greedy scores on the test questions, where it is time; `_measure` has them at the end."""
+  due = c.eval.every and done % c.eval.every == 0 and (done < c.steps or not c.eval.around)
+  if not due or not trainer.test_questions:
+    return {}
+  greedy = evaluation.summarise(trainer.evaluate(state.policy.params, 0.0))
+  return {"eval/em": greedy["em"], "eval/searches": greedy["searches"]}
 
 
 def _measure(trainer: Trainer, state: RunState, c) -> dict[str, Any] | None:
@@ -332,15 +377,15 @@ def _measure(trainer: Trainer, state: RunState, c) -> dict[str, Any] | None:
   measure = lambda t: evaluation.by_dataset(trainer.evaluate(state.policy.params, t))
   out = {"greedy": measure(0.0)}
   if c.eval.sampled:
-    out["sampled"] = measure(c.rollout.temperature if c.rollout.temperature > 0 else 1.0)
+    out["sampled"] = measure(c.rollout.temperature)
   return out
 
 
-def _summary(trainer: Trainer, state: RunState, c, seconds: float,
-             spent: measures.Clock) -> dict[str, Any]:
+def _summary(state: RunState, c, seconds: float, spent: measures.Clock) -> dict[str, Any]:
   """What the run came to."""
   out: dict[str, Any] = {"steps": c.steps, "seconds": seconds, "seconds_by_phase": spent.seconds}
-  for when, measured in (("before", state.host["before"]), ("after", _measure(trainer, state, c))):
+  for when in ("before", "after"):
+    measured = state.host[when]
     for how, prefix in (("greedy", ""), ("sampled", "sampled_")):
       if measured is None or how not in measured:
         continue
@@ -368,10 +413,10 @@ def main(words: Sequence[str]) -> None:
   def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("workdir", None, "the run's folder; resumed if it holds a run",
                         flag_values=values)
-    cli.define_config(values, words)
+    cli.define_config(values, words, cli.base_config())
 
   values, _ = cli.parse(words, define)
-  if values.workdir is None:
+  if not values.workdir:
     raise UserError("no folder for the run; give one as --workdir=runs/NAME")
   train(values.config, pathlib.Path(values.workdir))
 

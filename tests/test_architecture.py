@@ -28,7 +28,8 @@ FLOORS = {
 
     "searchr1_jax.model.attention": 2, "searchr1_jax.model.decoder": 2.1,
     "searchr1_jax.model.logprobs": 2.2, "searchr1_jax.model.value": 2.2,
-    "searchr1_jax.text.tokenizer": 2, "searchr1_jax.run.data": 2, "searchr1_jax.worlds": 2.5,
+    "searchr1_jax.text.tokenizer": 2, "searchr1_jax.run.data": 2, "searchr1_jax.run.disk": 2,
+    "searchr1_jax.worlds": 2.5,
     "retriever.manifest": 2, "retriever.corpus": 2,
     "retriever.encoders": 2.1, "retriever.bm25": 2.1,
     "retriever.faiss_index": 2.2, "retriever.mesh_index": 2.2, "retriever.rerank": 2.2,

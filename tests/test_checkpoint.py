@@ -179,6 +179,44 @@ def test_leftovers_of_a_kill_are_swept(tmp_path):
   assert list(tmp_path.iterdir()) == []
 
 
+def everything(folder: pathlib.Path) -> dict[str, bytes]:
+  return {str(p): p.read_bytes() if p.is_file() else b"" for p in folder.rglob("*")}
+
+
+def test_a_reader_changes_nothing(three):
+  # Another process may be training here: its half-written step is no leftover.
+  (three / "step_00000004.orbax-checkpoint-tmp").mkdir()
+  flip_the_arrays(three / "step_00000003")
+  before, reader = everything(three), checkpoint.CheckpointReader(three)
+  with pytest.warns(checkpoint.DamagedCheckpointWarning, match="step 3 .*step 2"):
+    step, state = reader.restore_newest_whole(state_of(0))
+  assert step == 2 and same(state, state_of(2)) and reader.best_step() is None
+  assert everything(three) == before
+  assert checkpoint.CheckpointReader(three / "absent").steps() == []
+  assert not (three / "absent").exists()
+
+
+def test_a_step_that_is_replaced_while_it_is_read_is_no_damage(three, monkeypatch):
+  real = checkpoint.CheckpointReader._load
+
+  def train_meanwhile(self, step, abstract):
+    if step == 3:  # the run keeps one step, and has just saved its fourth
+      checkpoint.Checkpointer(three, keep=1).save(4, state_of(4))
+    return real(self, step, abstract)
+
+  monkeypatch.setattr(checkpoint.CheckpointReader, "_load", train_meanwhile)
+  step, state = checkpoint.CheckpointReader(three).restore_newest_whole(state_of(0))  # no warning
+  assert step == 4 and same(state, state_of(4))
+
+
+def test_a_fingerprint_tells_any_change(tmp_path):
+  arrays = lambda **k: {"a": jnp.arange(4.0), "b": jnp.zeros((2, 2), jnp.int32)} | k
+  others = [arrays(), arrays(a=jnp.arange(4.0).at[2].set(7)), arrays(b=jnp.zeros(4, jnp.int32)),
+            arrays(b=jnp.zeros((2, 2))), {"c": jnp.arange(4.0), "b": jnp.zeros((2, 2), jnp.int32)}]
+  found = [checkpoint.fingerprint(x) for x in others] + [checkpoint.fingerprint(arrays(), "qwen3")]
+  assert len(set(found)) == len(found) and checkpoint.fingerprint(arrays()) == found[0]
+
+
 def test_a_failed_save_rises_at_its_own_step_and_leaves_nothing(tmp_path, monkeypatch):
   class Response:
     def __init__(self, path, _):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 
@@ -13,7 +14,7 @@ import pyarrow.parquet
 import pytest
 import tensorflow_datasets as tfds
 
-from searchr1_jax.run import data
+from searchr1_jax.run import data, setup
 from searchr1_jax.types import Question, UserError
 
 GOOD = {"id": "7", "question": "Who?", "golden_answers": ["Ada", "Ada Lovelace"]}
@@ -79,6 +80,7 @@ BAD_ROWS = [
     ([1, 2], r"got \[1, 2\], wanted an object"),
     (b"{\"id\": \n", "not one JSON object"), (b"\xff\xfe\n", "not one JSON object"),
     (b"[" * 100_000 + b"\n", "not one JSON object"),
+    (b'{"id": ' + b"1" * 5000 + b"}\n", "not one JSON object"),
 ]
 
 
@@ -120,6 +122,27 @@ def test_merged_datasets_keep_their_names(tmp_path):
   specs = {"nq": str(write(tmp_path / "a.jsonl", GOOD)),
            "hotpotqa": str(write(tmp_path / "b.jsonl", GOOD))}
   assert [q.key for q in data.load_datasets(specs)] == [("nq", "7"), ("hotpotqa", "7")]
+
+
+def test_two_files_of_one_name_are_not_merged(tmp_path):
+  paths = []
+  for name in ("nq", "hotpot"):
+    (tmp_path / name).mkdir()
+    paths.append(str(write(tmp_path / name / "train.jsonl", GOOD)))
+  with pytest.raises(UserError, match="hotpot/train.jsonl:1: .*nq/train.jsonl:1.*data_source"):
+    setup.load_questions(tuple(paths))
+  write(tmp_path / "hotpot" / "train.jsonl", GOOD | {"data_source": "hotpot"})
+  assert [q.key for q in setup.load_questions(tuple(paths))] == [("train", "7"), ("hotpot", "7")]
+
+
+def test_a_fingerprint_tells_any_change_and_the_order():
+  q = Question("nq", "7", "Who?", ("Ada",))
+  changes = [dict(dataset="pop"), dict(id="8"), dict(question="Who"), dict(golden_answers=("Bob",)),
+             dict(prompt=({"role": "user", "content": "Who?"},))]
+  sets = [[q], [q, q], []] + [[dataclasses.replace(q, **c)] for c in changes]
+  sets += [[q, dataclasses.replace(q, id="8")], [dataclasses.replace(q, id="8"), q]]
+  found = [data.fingerprint(s) for s in sets]
+  assert len(set(found)) == len(found) and data.fingerprint([q]) == found[0]
 
 
 def test_the_name_is_the_one_given_else_the_rows_own_else_the_files(tmp_path):

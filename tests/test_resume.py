@@ -90,7 +90,7 @@ class Runs:
   def end(self, workdir: str):
     """The SHA-256 of every leaf, the host's part, and all metrics but the seconds."""
     folder = self.folder / workdir
-    saves = checkpoint.Checkpointer(folder / "checkpoints", keep=9)
+    saves = checkpoint.CheckpointReader(folder / "checkpoints")
     record = saves._record(saves.steps()[-1])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     numbers = [{k: v for k, v in line.items() if not k.startswith("seconds/")} for line in lines]

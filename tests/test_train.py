@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -11,7 +13,8 @@ import pytest
 import tiny_runs
 
 from searchr1_jax import ask, evaluate, make_world, train
-from searchr1_jax.run import cli
+from searchr1_jax.run import cli, setup
+from searchr1_jax.types import UserError
 
 # ml_collections loads a config file by a function that Python will drop.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -126,9 +129,18 @@ def refused(monkeypatch, capsys):
     ("--config.batch.lengths=(192,96)", "must be rising"),
     ("--config.data.questions=999999", "a batch of 999999 out of"),
     ("--config.rollout.row_buckets=(24,99)", "must hold 1 to 80"),
-    ("--config.episode.top_k=0", "top_k is 0; it must be at least 1"),
+    ("--config.episode.top_k=0", "config.episode.top_k is 0; wanted 1 or more"),
     ("--config.episode.max_episode_tokens=4096", "config.batch.lengths ends at 192"),
-    ("--config.mesh.data=3", "needs 3 devices, there are 1")])
+    ("--config.mesh.data=3", "needs 3 devices, there are 1"),
+    ("--config.data.test=('t.jsonl',)", "generates all data, config.data.test would not be used"),
+    ("--config.retriever.index=index", "config.retriever.index would not be used"),
+    ("--config.algo.updates_per_batch=81", "80 episodes a step"),
+    ("--config.rollout.temperature=0", "config.rollout.temperature is 0.0; wanted more than 0"),
+    ("--config.rollout.top_p=1.5", "is 1.5; wanted more than 0 and at most 1"),
+    ("--config.algo.clip_low=1", "is 1.0; wanted 0 or more and less than 1"),
+    ("--config.algo.dual_clip=0.5", "config.algo.dual_clip is 0.5; wanted more than 1"),
+    ("--config.seed=4294967296", "wanted 0 or more and less than 4294967296"),
+    ("--config.limits.lost_share=-1", "is -1.0; wanted 0 or more and at most 1")])
 def test_a_mistyped_word_is_named(refused, tmp_path, word, says):
   assert says in refused(train.main, PPO, f"--workdir={tmp_path / 'w'}", word)
 
@@ -136,9 +148,88 @@ def test_a_mistyped_word_is_named(refused, tmp_path, word, says):
 @pytest.mark.parametrize("words, says", [
     (["--config.algo.kl_in=reward"], "algo.name=grpo takes no per-token reward"),
     (["--config.algo.kl_controller=adaptive"], "set algo.kl_in=reward"),
+    (["--config.algo.value_only_steps=3"], "algo.value_only_steps needs a value"),
+    (["--config.algo.importance_cap=2", "--config.algo.mask_observations=False"],
+     "no sampler wrote the observations"),
     (["--config.algo.name=rloo", "--config.algo.group_size=1"], "group_size to 2 or more")])
 def test_contradictions_of_groups_are_refused(refused, tmp_path, words, says):
   assert says in refused(train.main, GRPO, f"--workdir={tmp_path / 'w'}", *words)
+
+
+BOUNDED = [(interval, name) for interval, names in setup.BOUNDS.items() for name in names]
+
+
+@pytest.mark.parametrize("interval, name", BOUNDED, ids=[name for _, name in BOUNDED])
+def test_a_number_out_of_bounds_is_named(interval, name):
+  c = cli.base_config()
+  *groups, key = name.split(".")
+  place = functools.reduce(lambda c, group: c[group], groups, c)
+  low = float(interval[1:-1].split(",")[0])
+  place[key] = place.get_type(key)(low if interval[0] == "(" else low - 1)
+  with pytest.raises(UserError, match=f"config.{name} is .*; wanted"):
+    setup.check(c)
+
+
+def test_a_config_that_is_none_of_training_is_named(refused, tmp_path):
+  workdir = f"--workdir={tmp_path / 'w'}"
+  message = refused(train.main, "--config=configs/sft_tiny.py", workdir)
+  assert "configs/sft_tiny.py is not the config of a training run: it has no group algo" in message
+  start = "from configs import grpo_tiny\n\ndef get_config():\n  c = grpo_tiny.get_config()\n"
+  for line, says in (
+      ("c.algo.kl = 0.1", "config.algo.kl that is not known; did you mean config.algo.kl"),
+      ("c.data = dict(train='a.jsonl')", "config.data.train is 'a.jsonl'; wanted a tuple"),
+      ("del c.algo['lam']", "has no config.algo.lam; start it from configs/base.py")):
+    (tmp_path / "mine.py").write_text(f"{start}  with c.unlocked():\n    {line}\n  return c\n")
+    assert says in refused(train.main, f"--config={tmp_path / 'mine.py'}", workdir)
+  assert not (tmp_path / "w").exists()
+
+
+def test_folders_that_cannot_be_are_named(refused, run, tmp_path):
+  (tmp_path / "file").write_text("mine")
+  assert "file cannot be a folder" in refused(train.main, PPO, f"--workdir={tmp_path / 'file'}")
+  assert "no folder for the run" in refused(train.main, PPO, "--workdir=")
+  for program in (evaluate.main, ask.main):
+    assert "no run; give its folder" in refused(program, "--workdir=")
+    assert "is not the folder of a run" in refused(program, f"--workdir={tmp_path / 'file'}")
+    message = refused(program, "--workdir=models/tiny-base")
+    assert "config.json is not the config of a training run: it has no group" in message
+  here = f"--workdir={run}"
+  assert "file cannot be a folder" in refused(evaluate.main, here, f"--out={tmp_path / 'file'}")
+  assert "--out names no folder" in refused(evaluate.main, here, "--out=")
+  assert "no folder to write" in refused(make_world.main, "--out=")
+  assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_an_evaluation_never_writes_over_a_run(refused, run):
+  before = (run / "trajectories.jsonl").read_text(), (run / "summary.json").read_text()
+  message = refused(evaluate.main, f"--workdir={run}", f"--out={run}")
+  assert "is not empty and no older output of this program" in message
+  assert before == ((run / "trajectories.jsonl").read_text(), (run / "summary.json").read_text())
+
+
+def test_a_live_run_can_be_evaluated(run, monkeypatch):
+  # What looks like a leftover is the step that the run is writing.
+  half = run / "checkpoints" / "step_00000003.orbax-checkpoint-tmp"
+  half.mkdir()
+  main(monkeypatch, evaluate.main, f"--workdir={run}", "--questions=2")
+  half.rmdir()
+
+
+def test_a_run_from_before_a_key_was_added(refused, run, tmp_path, monkeypatch):
+  old = shutil.copytree(run, tmp_path / "old")
+  saved = json.loads((old / "config.json").read_text())
+  del saved["algo"]["importance_cap"], saved["reward"]["search_cost"]
+  (old / "config.json").write_text(json.dumps(saved))
+  config = cli.load_config(old)
+  assert config.reward.search_cost == 0.0 and config.algo.importance_cap is None
+  main(monkeypatch, evaluate.main, f"--workdir={old}", "--questions=2",
+       "--config.episode.max_searches=1")  # None until now: its type is that of the base
+  assert "config.episode.max_searches is 'few'; wanted a whole number" in refused(
+      evaluate.main, f"--workdir={old}", "--config.episode.max_searches=few")
+  saved["reward"]["serch_cost"] = 1.0
+  (old / "config.json").write_text(json.dumps(saved))
+  assert ("has a key config.reward.serch_cost that is not known; did you mean "
+          "config.reward.search_cost" in refused(evaluate.main, f"--workdir={old}"))
 
 
 def test_what_is_missing_or_double_is_named(refused, tmp_path):
@@ -232,6 +323,8 @@ def test_mistakes_about_a_run_are_named(refused, run):
   assert "was evaluated while training" in refused(evaluate.main, here, "--checkpoint=best")
   assert "config.retriever.engine is 'google'" in refused(evaluate.main, here, "--engine=google")
   assert "temperature" in refused(evaluate.main, here, "--temperature=-1")
+  assert "--temperature is nan" in refused(evaluate.main, here, "--temperature=nan")
+  assert "--checkpoint is '\u00b2'" in refused(evaluate.main, here, "--checkpoint=\u00b2")
   assert "did you mean config.world.test_seed?" in refused(
       evaluate.main, here, "--config.world.tset_seed=3")
 

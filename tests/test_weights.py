@@ -240,6 +240,18 @@ def test_a_folder_of_something_else_is_never_replaced(tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == ["thesis"]
 
 
+def test_a_file_and_a_run_are_never_replaced(tmp_path):
+  (tmp_path / "model").write_text("mine")
+  with pytest.raises(UserError, match="model is a file, wanted a folder"):
+    write(tmp_path / "model")
+  (tmp_path / "run").mkdir()
+  (tmp_path / "run" / "config.json").write_text("{}")  # runs have one too
+  with pytest.raises(UserError, match="not empty and holds no model"):
+    write(tmp_path / "run")
+  assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "run"]
+  assert (tmp_path / "model").read_text() == "mine"
+
+
 def test_an_older_model_is_replaced_and_nothing_else_is_left(tmp_path):
   write(tmp_path / "model")
   params = tiny.random_params(TIED, 1)

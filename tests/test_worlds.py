@@ -102,6 +102,16 @@ def test_an_unknown_world_and_a_negative_seed_are_refused(tmp_path):
     files.write_world(tmp_path, "tiny", -1, 1)
 
 
+def test_nothing_but_an_older_world_is_written_over(tmp_path):
+  (tmp_path / "mine").mkdir()
+  for name in ("corpus.jsonl", "train.jsonl"):
+    (tmp_path / "mine" / name).write_text("mine")
+  with pytest.raises(UserError, match="mine is not empty and no older output"):
+    files.write_world(tmp_path / "mine", "tiny", 0, 1)
+  assert (tmp_path / "mine" / "corpus.jsonl").read_text() == "mine"
+  assert len(list((tmp_path / "mine").iterdir())) == 2
+
+
 def test_syllables_words_and_tags_are_single_tokens(tokenizer):
   # A name's piece is two syllables, so two tokens; tags and words are one each.
   count = lambda text: len(tokenizer.encode_plain(text))

@@ -16,7 +16,7 @@ import rich.console
 from tensorboardX.proto import event_pb2
 
 from retriever.protocol import Passage
-from searchr1_jax.run import writers
+from searchr1_jax.run import disk, writers
 from searchr1_jax.types import (Mean, Question, Role, Score, SearchRecord, Segment, StopReason,
                                 Trajectory)
 
@@ -161,6 +161,26 @@ def test_samples_of_steps_that_are_done_again_go(tmp_path):
   heads = [x.split()[2] for x in (tmp_path / "trajectories.txt").read_text().splitlines()
            if x.startswith("=== step")]
   assert heads == ["1", "1", "2", "2", "3"]
+
+
+@pytest.mark.parametrize("make", [
+    lambda p: writers.JsonlWriter(p / "metrics.jsonl"),
+    lambda p: writers.TrajectoryWriter(p, decode), lambda p: writers.TensorBoardWriter(p)])
+def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path, make):
+  (tmp_path / "file").write_text("")
+  with pytest.raises(disk.StorageError, match="file.* could not be written"):
+    make(tmp_path / "file")
+
+
+def test_a_full_disk_is_a_storage_error_at_every_write(tmp_path):
+  numbers, samples = writers.JsonlWriter(tmp_path / "m"), writers.TrajectoryWriter(tmp_path, decode)
+  for owner, name in ((numbers, "_file"), (samples, "_jsonl"), (samples, "_text")):
+    getattr(owner, name).close()
+    setattr(owner, name, open("/dev/full", "w"))
+  for write in (lambda: numbers.write(0, {"a": 1}), lambda: samples.write(0, [EPISODE], [SCORE]),
+                numbers.close, samples.close):
+    with pytest.raises(disk.StorageError, match="No space left"):
+      write()
 
 
 def test_every_episode_has_its_score(tmp_path):

@@ -152,8 +152,7 @@ def save(folder: str | pathlib.Path, params: decoder.Params, shape: shapes.Decod
   `copy_from`: a folder whose tokenizer and generation files go along.
   """
   folder = pathlib.Path(folder)
-  if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
-    raise UserError(f"{folder} is not empty and holds no model; name another folder")
+  refuse_folder(folder)
   folder.parent.mkdir(parents=True, exist_ok=True)
   partial = pathlib.Path(tempfile.mkdtemp(prefix=folder.name + ".partial-", dir=folder.parent))
   flat = _flatten(params)
@@ -180,6 +179,16 @@ def save(folder: str | pathlib.Path, params: decoder.Params, shape: shapes.Decod
     folder.rename(replaced)  # a kill from here on loses neither
   partial.rename(folder)
   shutil.rmtree(replaced, ignore_errors=True)
+
+
+def refuse_folder(folder: str | pathlib.Path) -> None:
+  """Refuses to `save` over what is no model; for programs to ask before their work, too."""
+  folder = pathlib.Path(folder)
+  if folder.exists() and not folder.is_dir():
+    raise UserError(f"{folder} is a file, wanted a folder; name another")
+  whole = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+  if folder.is_dir() and any(folder.iterdir()) and not whole:
+    raise UserError(f"{folder} is not empty and holds no model; name another folder")
 
 
 def _tensors(folder: pathlib.Path) -> Iterator[tuple[str, np.ndarray]]:

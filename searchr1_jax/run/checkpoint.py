@@ -28,6 +28,7 @@ from jax.experimental import multihost_utils
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from searchr1_jax.run.disk import StorageError
 from searchr1_jax.types import UserError
 
 _STEP = re.compile(r"step_(\d{8,})")
@@ -37,10 +38,6 @@ _LEFTOVERS = ("*.orbax-checkpoint-tmp*", "deleting_*")
 _READ_ERRORS = (ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError,
                 OSError, RuntimeError, TypeError, ValueError)
 _WRITE_ERRORS = (OSError, RuntimeError, ValueError)
-
-
-class StorageError(Exception):
-  """The disk failed, not the user and not the numbers: a launcher may start the run again."""
 
 
 class DamagedCheckpointWarning(UserWarning):
@@ -74,73 +71,30 @@ class StopFlag:
     return self._came
 
 
-class Checkpointer:
-  """Saves and restores `{"arrays": pytree, "host": JSON}`, one folder a step.
+class CheckpointReader:
+  """Restores `{"arrays": pytree, "host": JSON}`, one folder a step; changes nothing on disk.
 
-  Keeps the newest `keep` steps and, where `keep_best`, the one with the highest metric. With
-  `background` a save returns early and its error rises, naming its step, at the next `save` or
-  `wait`.
+  So it may look into the folder of a run that is training.
   """
 
-  def __init__(self, folder: str | pathlib.Path, keep: int = 3, keep_best: bool = True,
-               background: bool = False):
-    if keep < 1:
-      raise UserError(f"checkpoints to keep: got {keep}, wanted 1 or more")
+  def __init__(self, folder: str | pathlib.Path):
     self._folder = pathlib.Path(folder).absolute()
-    self._keep, self._keep_best, self._background = keep, keep_best, background
-    self._pending: tuple[int, float | None, Any] | None = None
-    self._space_checked = False
-    self._folder.mkdir(parents=True, exist_ok=True)
-    self._sweep()
-    self._metrics = {step: self._metric_of(step) for step in self.steps()}
+    self._metrics: dict[int, float | None] = {}
 
   def steps(self) -> list[int]:
     """The steps on disk, oldest first, whether whole or not."""
+    if not self._folder.is_dir():
+      return []
     found = (_STEP.fullmatch(p.name) for p in self._folder.iterdir())
     return sorted(int(m[1]) for m in found if m)
 
   def best_step(self) -> int | None:
     """The step with the highest metric, the newer of equals; None where no step has one."""
-    scored = [(m, s) for s, m in self._metrics.items() if m is not None]
+    scored = [(m, s) for s in self.steps() if (m := self._metric_of(s)) is not None]
     return max(scored)[1] if scored else None
-
-  def save(self, step: int, state: Mapping[str, Any], metric: float | None = None) -> None:
-    """Writes the step, atomically, in place of an older one of that number."""
-    self.wait()
-    leaves = _named(state["arrays"])
-    self._check_space(leaves)
-    metric = None if metric is None or not math.isfinite(metric) else float(metric)
-    record = _sealed({"step": step, "metric": metric, "host": _checked_json(state["host"]),
-                      "leaves": {name: _describe(leaf) for name, leaf in leaves.items()}})
-    self._remove(step)
-    try:
-      with _orbax():
-        response = ocp.save_checkpointables_async(
-            self._path(step), {"arrays": leaves, "record": record})
-    except _WRITE_ERRORS as error:
-      self._fail(step, error)
-    self._pending = (step, metric, response)
-    if not self._background:
-      self.wait()
-
-  def wait(self) -> None:
-    """Returns when the last save is on disk; raises its error."""
-    if self._pending is None:
-      return
-    (step, metric, response), self._pending = self._pending, None
-    try:
-      response.result()
-    except _WRITE_ERRORS as error:
-      self._fail(step, error)
-    self._metrics[step] = metric
-    self._sweep()
-    kept = set(self.steps()[-self._keep:]) | ({self.best_step()} if self._keep_best else set())
-    for old in set(self.steps()) - kept:
-      self._remove(old)
 
   def restore(self, step: int, abstract: Mapping[str, Any]) -> dict[str, Any]:
     """The state of one step, on the shardings of `abstract["arrays"]`."""
-    self.wait()
     if step not in self.steps():
       raise UserError(f"{self._folder} has no checkpoint of step {step}; it has {self.steps()}")
     try:
@@ -152,21 +106,20 @@ class Checkpointer:
   def restore_newest_whole(self, abstract: Mapping[str, Any]) -> tuple[int, dict[str, Any]] | None:
     """The newest step that is what was saved; None where the folder has no step.
 
-    Each damaged step on the way is warned of and renamed `damaged_…`, so that its number is free.
+    Each damaged step on the way is warned of.
     """
-    self.wait()
     damaged: dict[int, _Damaged] = {}
-    for step in reversed(self.steps()):
+    # The folder is listed anew each time: a run that trains may replace a step while it is read.
+    while left := [s for s in self.steps() if s not in damaged]:
       try:
-        state = self._load(step, abstract)
+        state = self._load(left[-1], abstract)
       except _Damaged as damage:
-        damaged[step] = damage
+        damaged[left[-1]] = damage
         continue
-      for bad, damage in damaged.items():
-        warnings.warn(f"the checkpoint of step {bad} is damaged ({damage}); going on from step "
-                      f"{step}", DamagedCheckpointWarning, stacklevel=2)
-        self._set_aside(bad)
-      return step, state
+      for bad in set(damaged) & set(self.steps()):
+        warnings.warn(f"the checkpoint of step {bad} is damaged ({damaged[bad]}); going on from "
+                      f"step {left[-1]}", DamagedCheckpointWarning, stacklevel=2)
+      return left[-1], state
     if not damaged:
       return None
     each = "\n".join(f"  step {step}: {damage}" for step, damage in damaged.items())
@@ -225,10 +178,79 @@ class Checkpointer:
     return record["body"]
 
   def _metric_of(self, step: int) -> float | None:
+    if step not in self._metrics:
+      try:
+        self._metrics[step] = self._record(step)["metric"]
+      except _Damaged:
+        self._metrics[step] = None
+    return self._metrics[step]
+
+
+class Checkpointer(CheckpointReader):
+  """Saves too. Only one at a time may work on a folder, since it sweeps what a kill left there.
+
+  Keeps the newest `keep` steps and, where `keep_best`, the one with the highest metric. With
+  `background` a save returns early and its error rises, naming its step, at the next `save` or
+  `wait`.
+  """
+
+  def __init__(self, folder: str | pathlib.Path, keep: int = 3, keep_best: bool = True,
+               background: bool = False):
+    if keep < 1:
+      raise UserError(f"checkpoints to keep: got {keep}, wanted 1 or more")
+    super().__init__(folder)
+    self._keep, self._keep_best, self._background = keep, keep_best, background
+    self._pending: tuple[int, float | None, Any] | None = None
+    self._space_checked = False
+    self._folder.mkdir(parents=True, exist_ok=True)
+    self._sweep()
+
+  def save(self, step: int, state: Mapping[str, Any], metric: float | None = None) -> None:
+    """Writes the step, atomically, in place of an older one of that number."""
+    self.wait()
+    leaves = _named(state["arrays"])
+    self._check_space(leaves)
+    metric = None if metric is None or not math.isfinite(metric) else float(metric)
+    record = _sealed({"step": step, "metric": metric, "host": _checked_json(state["host"]),
+                      "leaves": {name: _describe(leaf) for name, leaf in leaves.items()}})
+    self._remove(step)
     try:
-      return self._record(step)["metric"]
-    except _Damaged:
-      return None
+      with _orbax():
+        response = ocp.save_checkpointables_async(
+            self._path(step), {"arrays": leaves, "record": record})
+    except _WRITE_ERRORS as error:
+      self._fail(step, error)
+    self._pending = (step, metric, response)
+    if not self._background:
+      self.wait()
+
+  def wait(self) -> None:
+    """Returns when the last save is on disk; raises its error."""
+    if self._pending is None:
+      return
+    (step, metric, response), self._pending = self._pending, None
+    try:
+      response.result()
+    except _WRITE_ERRORS as error:
+      self._fail(step, error)
+    self._metrics[step] = metric
+    self._sweep()
+    kept = set(self.steps()[-self._keep:]) | ({self.best_step()} if self._keep_best else set())
+    for old in set(self.steps()) - kept:
+      self._remove(old)
+
+  def restore(self, step: int, abstract: Mapping[str, Any]) -> dict[str, Any]:
+    self.wait()
+    return super().restore(step, abstract)
+
+  def restore_newest_whole(self, abstract: Mapping[str, Any]) -> tuple[int, dict[str, Any]] | None:
+    """As of a reader; damaged steps are renamed `damaged_…`, so that their numbers are free."""
+    self.wait()
+    found = super().restore_newest_whole(abstract)
+    for step in self.steps() if found else ():
+      if step > found[0]:
+        self._set_aside(step)
+    return found
 
   def _check_space(self, leaves: Mapping[str, Any]) -> None:
     """Warns once, before the first save, when the disk will not hold two states."""
@@ -331,6 +353,12 @@ def _describe(leaf: Any) -> dict[str, Any]:
   whole = np.ascontiguousarray(np.asarray(leaf)).reshape(-1).view(np.uint8)
   return {"shape": list(leaf.shape), "dtype": str(leaf.dtype),
           "sha256": hashlib.sha256(whole).hexdigest()}
+
+
+def fingerprint(arrays: Any, about: str = "") -> str:
+  """One SHA-256 of all leaves of a pytree: names, shapes, dtypes and numbers; and of a text."""
+  leaves = {name: _describe(leaf) for name, leaf in _named(arrays).items()}
+  return _sealed({"about": about, "leaves": leaves})["sha256"]
 
 
 def _sealed(body: Any) -> dict[str, Any]:

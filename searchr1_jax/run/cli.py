@@ -12,6 +12,7 @@ import math
 import os
 import pathlib
 import re
+import runpy
 import sys
 from typing import Any, Callable, Iterable, Sequence
 
@@ -20,11 +21,12 @@ import ml_collections
 from ml_collections import config_flags
 
 from retriever.protocol import CorpusError, RetrievalError
-from searchr1_jax.run.checkpoint import StorageError
+from searchr1_jax.run import disk
 from searchr1_jax.types import UserError
 
 DONE, USER, NUMERIC, RETRIEVER, STORAGE, STOPPED = 0, 2, 3, 5, 6, 75
 CONFIG_FILE = "config.json"
+BASE = pathlib.Path(__file__).resolve().parents[2] / "configs" / "base.py"
 
 
 class NumericError(Exception):
@@ -40,7 +42,7 @@ class Stopped(Exception):
 
 
 _CODES = {UserError: USER, CorpusError: USER, flags.Error: USER, NumericError: NUMERIC,
-          RetrieverLost: RETRIEVER, RetrievalError: RETRIEVER, StorageError: STORAGE,
+          RetrieverLost: RETRIEVER, RetrievalError: RETRIEVER, disk.StorageError: STORAGE,
           Stopped: STOPPED}
 
 _WANTED = {bool: "True or False", int: "a whole number", float: "a number", str: "a text",
@@ -73,6 +75,9 @@ def parse(words: Sequence[str], define: Callable[[flags.FlagValues], None],
     raise UserError(_unknown(e.flagname, values)) from e
   except flags.IllegalFlagValueError as e:
     raise UserError(_illegal(e, values)) from e
+  for name in values:
+    if isinstance(values[name].value, float) and not math.isfinite(values[name].value):
+      raise UserError(f"--{name} is {values[name].value}; wanted a finite number")
   if values.help:
     print(values.main_module_help() or values.get_help())
     sys.exit(DONE)
@@ -84,8 +89,21 @@ def parse(words: Sequence[str], define: Callable[[flags.FlagValues], None],
   return values, list(rest)
 
 
-def define_config(values: flags.FlagValues, words: Sequence[str]) -> None:
-  """--config=FILE for a program that starts from a config file."""
+def base_config() -> ml_collections.ConfigDict:
+  """Every key of a training run with its default, as `configs/base.py` declares it."""
+  if BASE.is_file():
+    return runpy.run_path(str(BASE))["get_config"]()
+  try:  # the package is installed away from its configs: those that Python finds serve as well
+    from configs import base
+  except ImportError as e:
+    raise UserError(f"{BASE}, which declares every key, is not there; install the checkout as it "
+                    "stands (pip install -e .), or run in its folder") from e
+  return base.get_config()
+
+
+def define_config(values: flags.FlagValues, words: Sequence[str],
+                  base: ml_collections.ConfigDict | None = None) -> None:
+  """--config=FILE for a program that starts from a config file, one like `base` where given."""
   named = [w for w in words if re.match(r"--?config(=|$)", w)]
   if not named:
     raise UserError("no config; give one as --config=configs/grpo_tiny.py (see configs/)")
@@ -106,6 +124,10 @@ def define_config(values: flags.FlagValues, words: Sequence[str]) -> None:
   except _CONFIG_ERRORS as e:
     reason = str(e).strip().rpartition("\n")[2]
     raise UserError(f"config file {file} cannot be read: {reason}") from e
+  if base is not None:
+    conform(config.to_dict(), base, file)
+    if missing := sorted(set(_keys(base)) - set(keys)):
+      raise UserError(f"{file} has no {', '.join(missing[:5])}; start it from configs/base.py")
   _refuse_unknown_keys(words, keys)
 
 
@@ -113,9 +135,10 @@ def define_saved_config(values: flags.FlagValues, words: Sequence[str]) -> None:
   """--workdir=W, and --config.KEY=VALUE on top of the config that W was trained with."""
   flags.DEFINE_string("workdir", None, "the folder of a run", flag_values=values)
   named = [w for w in words if re.match(r"--?workdir(=|$)", w)]
-  if not named:
+  workdir = _value_of(named[0], words) if named else ""
+  if not workdir:
     raise UserError("no run; give its folder as --workdir=runs/NAME")
-  config = load_config(_value_of(named[0], words))
+  config = load_config(workdir)
   _refuse_unknown_keys(words, _keys(config))
   config_flags.DEFINE_config_dict("config", config, flag_values=values,
                                   sys_argv=["program", *words])
@@ -124,8 +147,9 @@ def define_saved_config(values: flags.FlagValues, words: Sequence[str]) -> None:
 def save_config(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
   """Keeps the config beside what it made."""
   part = workdir / (CONFIG_FILE + ".part")
-  part.write_text(config.to_json(indent=2) + "\n")
-  os.replace(part, workdir / CONFIG_FILE)  # a kill leaves the old file or the new one
+  with disk.writing(part):
+    part.write_text(config.to_json(indent=2) + "\n")
+    os.replace(part, workdir / CONFIG_FILE)  # a kill leaves the old file or the new one
 
 
 def load_config(workdir: str | pathlib.Path) -> ml_collections.ConfigDict:
@@ -139,7 +163,39 @@ def load_config(workdir: str | pathlib.Path) -> ml_collections.ConfigDict:
   except ValueError as e:
     raise UserError(f"{path} is no whole JSON file ({e}); copy it from a like run, or train "
                     "again in an empty workdir") from e
-  return ml_collections.ConfigDict(_tuples(plain))
+  return conform(plain, base_config(), str(path))
+
+
+def conform(plain: Any, base: ml_collections.ConfigDict, where: str) -> ml_collections.ConfigDict:
+  """Puts the values of `plain` into the base: it has all its groups, and no key that it has not."""
+  groups = [k for k, v in base.items() if isinstance(v, ml_collections.ConfigDict)]
+  there = plain if isinstance(plain, dict) else {}
+  if missing := [g for g in groups if not isinstance(there.get(g), dict)]:
+    raise UserError(f"{where} is not the config of a training run: it has no group "
+                    f"{', '.join(missing[:5])}; name a run's folder, or a file that starts from "
+                    "configs/base.py")
+  _overlay(base, there, where)
+  return base
+
+
+def _overlay(config: ml_collections.ConfigDict, plain: dict[str, Any], where: str,
+             prefix: str = "config") -> None:
+  """Sets every value of `plain`, of the type that its key has."""
+  for key, value in plain.items():
+    name = f"{prefix}.{key}"
+    if key not in config:
+      raise UserError(f"{where} has a key {name} that is not known"
+                      + _did_you_mean(name, _keys(config, prefix)))
+    if isinstance(config[key], ml_collections.ConfigDict):
+      _overlay(config[key], value, where, name)
+      continue
+    try:
+      if value is None and config[key] is not None:
+        raise TypeError("only what is None by itself can be")
+      config[key] = tuple(value) if isinstance(value, list) else value
+    except TypeError as e:
+      wanted = _WANTED[config.get_type(key)]
+      raise UserError(f"{where}: {name} is {value!r}; wanted {wanted}") from e
 
 
 def refuse_not_finite(config: ml_collections.ConfigDict, prefix: str = "config") -> None:
@@ -149,13 +205,6 @@ def refuse_not_finite(config: ml_collections.ConfigDict, prefix: str = "config")
       refuse_not_finite(value, f"{prefix}.{key}")
     elif isinstance(value, float) and not math.isfinite(value):
       raise UserError(f"{prefix}.{key} is {value}; wanted a finite number")
-
-
-def _tuples(value: Any) -> Any:
-  """JSON's lists as the tuples they were."""
-  if isinstance(value, dict):
-    return {k: _tuples(v) for k, v in value.items()}
-  return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _refuse_duplicates(words: Iterable[str]) -> None:

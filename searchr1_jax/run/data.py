@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import functools
 import gzip
+import hashlib
 import json
 import pathlib
 from typing import Any
@@ -24,12 +25,15 @@ _WANTED_ANSWERS = "a list of one or more non-blank strings"
 
 
 def load_questions(spec: str | pathlib.Path, dataset_name: str | None = None,
-                   on_bad: OnBad | None = None) -> list[Question]:
+                   on_bad: OnBad | None = None,
+                   seen: dict[tuple[str, str], str] | None = None) -> list[Question]:
   """The questions of `FILE.jsonl[.gz]`, `FILE.parquet` or `tfds:NAME/SPLIT[@DATA_DIR]`, in order.
 
   The dataset's name is the one given, else the row's own `data_source`, else that of the file.
+  `seen`: where each (dataset, id) stands, shared by sets that are read one after the other, since
+  no two questions of a run may have one key.
   """
-  questions, seen = [], {}
+  questions, seen = [], {} if seen is None else seen
   name, rows = _open(str(spec))
   for where, row in rows:
     try:
@@ -37,7 +41,8 @@ def load_questions(spec: str | pathlib.Path, dataset_name: str | None = None,
         raise row
       question = _question(where, row, dataset_name, name)
       if question.key in seen:
-        raise _bad(where, "id", question.id, f"another one than at {seen[question.key]}")
+        raise _bad(where, "id", question.id, f"another one than at {seen[question.key]}, both of "
+                   f"dataset {question.dataset!r}; change the id, set data_source or rename a file")
     except UserError as error:
       if on_bad is None:
         raise
@@ -53,6 +58,14 @@ def load_questions(spec: str | pathlib.Path, dataset_name: str | None = None,
 def load_datasets(specs: Mapping[str, str], on_bad: OnBad | None = None) -> list[Question]:
   """Several datasets, one after the other; each question keeps the name of its own."""
   return [q for name, spec in specs.items() for q in load_questions(spec, name, on_bad)]
+
+
+def fingerprint(questions: Sequence[Question]) -> str:
+  """One SHA-256 of all that a run reads of its questions, in their order."""
+  digest = hashlib.sha256()
+  for q in questions:
+    digest.update(json.dumps([q.dataset, q.id, q.question, q.golden_answers, q.prompt]).encode())
+  return digest.hexdigest()
 
 
 def questions_at(questions: Sequence[Question], seed: int, cursor: int,
@@ -118,7 +131,7 @@ def _json(where: str, line: bytes) -> Any:
   """The row, or the error that stands for it."""
   try:
     return json.loads(line.decode("utf-8-sig"))
-  except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+  except (ValueError, RecursionError) as error:  # a number of 5000 digits is a ValueError too
     return UserError(f"{where}: not one JSON object in UTF-8 ({error})")
 
 

@@ -8,6 +8,7 @@ from typing import Callable, Mapping, Sequence
 import numpy as np
 import rich.box
 import rich.table
+import rich.text
 from jaxtyping import Array
 
 from retriever.protocol import RetrievalError, Search
@@ -74,12 +75,12 @@ def by_dataset(answered: Sequence[Answered]) -> dict[str, dict]:
 
 def table(summaries: Mapping[str, Mapping], title: str) -> rich.table.Table:
   """The summaries as a terminal table: percentages with their intervals."""
-  out = rich.table.Table(title=title, box=rich.box.SIMPLE_HEAD)
+  out = rich.table.Table(title=rich.text.Text(title), box=rich.box.SIMPLE_HEAD)
   out.add_column("questions")
   for column in ("n", "EM %", "F1 %", "sub-EM %", "searches", "retrieval hit %"):
     out.add_column(column, justify="right")
   for name, s in summaries.items():
     cells = [f"{100 * s[m]:.1f} [{100 * s[m + '_interval'][0]:.1f}, "
              f"{100 * s[m + '_interval'][1]:.1f}]" for m in _MEASURES]
-    out.add_row(name, str(s["n"]), *cells, f"{s['searches']:.2f}", f"{100 * s['retrieval_hit']:.1f}")
+    out.add_row(rich.text.Text(name), str(s["n"]), *cells, f"{s['searches']:.2f}", f"{100 * s['retrieval_hit']:.1f}")
   return out

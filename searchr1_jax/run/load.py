@@ -20,7 +20,7 @@ def load_trained(c: ml_collections.ConfigDict, workdir: pathlib.Path,
   base = policy.load_params()
   if which == "base":
     return policy, base
-  saves = checkpoint.Checkpointer(workdir / "checkpoints", c.checkpoint.keep, c.checkpoint.best)
+  saves = checkpoint.CheckpointReader(workdir / "checkpoints")
   if not saves.steps():
     raise UserError(f"{workdir} has no checkpoint yet; train further, or give --checkpoint=base")
   abstract = lambda p: jax.eval_shape(
@@ -40,6 +40,6 @@ def load_trained(c: ml_collections.ConfigDict, workdir: pathlib.Path,
 
 
 def _step(text: str) -> int:
-  if not text.isdigit():
+  if not text.isdecimal():
     raise UserError(f"--checkpoint is {text!r}; wanted newest, best, base or the number of a step")
   return int(text)

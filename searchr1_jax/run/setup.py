@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 from typing import Any
 
@@ -23,6 +24,28 @@ from searchr1_jax.types import Question, Score, Trajectory, UserError
 from searchr1_jax.worlds import files as world_files
 
 ALGORITHMS = ("ppo", "grpo", "rloo")
+# Which numbers each key takes; ( and ) leave the end itself out. A key set to None is not in use.
+BOUNDS = {
+    "[0, 4294967296)": ("seed", "world.seed", "world.test_seed"),  # 32 bits address randomness
+    "[0, inf)": (
+        "steps", "episode.max_turns", "episode.max_searches", "rollout.top_k", "algo.kl_coef",
+        "algo.clip_high", "algo.llds_coef", "algo.value_only_steps", "optimizer.policy_lr",
+        "optimizer.value_lr", "optimizer.weight_decay", "eval.every", "eval.questions",
+        "log.trajectories"),
+    "(0, inf)": ("rollout.temperature", "algo.kl_target", "algo.value_clip", "algo.importance_cap",
+                 "optimizer.eps", "optimizer.clip_norm"),
+    "[1, inf)": (
+        "model.logits_chunk", "data.questions", "episode.max_turn_tokens",
+        "episode.max_episode_tokens", "episode.max_observation_tokens", "episode.top_k",
+        "rollout.rows", "algo.group_size", "algo.kl_horizon", "algo.epochs",
+        "algo.updates_per_batch", "batch.tokens", "mesh.data", "mesh.fsdp", "mesh.tensor",
+        "checkpoint.every", "checkpoint.keep", "limits.lost_batches", "limits.bad_updates"),
+    "(1, inf)": ("algo.dual_clip",),
+    "[0, 1]": ("algo.gamma", "algo.lam", "optimizer.policy_warmup", "optimizer.value_warmup",
+               "limits.lost_share"),
+    "[0, 1)": ("algo.clip_low", "optimizer.b1", "optimizer.b2"),
+    "(0, 1]": ("rollout.top_p",),
+}
 TEMPLATES = {"search": prompts.SEARCH_PROMPT, "reasoning": prompts.REASONING_PROMPT}
 _CHAT = {"auto": "auto", "yes": True, "no": False}
 
@@ -70,21 +93,33 @@ def check(c: ml_collections.ConfigDict) -> None:
   for name in ("model.dtype", "model.rollout_dtype"):
     _choice(name, c[name.split(".")[0]][name.split(".")[1]], ("float32", "bfloat16"))
   _choice("reward.name", c.reward.name, ("em", "f1", "subem", "em_format"))
-  for name, least in (("steps", 0), ("data.questions", 1), ("algo.group_size", 1),
-                      ("algo.updates_per_batch", 1), ("algo.epochs", 1), ("rollout.rows", 1),
-                      ("checkpoint.every", 1), ("eval.every", 0), ("eval.questions", 0),
-                      ("log.trajectories", 0), ("algo.value_only_steps", 0)):
-    value = c
-    for part in name.split("."):
-      value = value[part]
-    if value < least:
-      raise UserError(f"config.{name} is {value}; wanted {least} or more")
+  for interval, names in BOUNDS.items():
+    for name in names:
+      _within(interval, name, c)
   for group, key in (("batch", "lengths"), ("rollout", "row_buckets"), ("rollout", "chunk_buckets")):
     if not all(isinstance(n, int) and n > 0 for n in c[group][key]):
       raise UserError(f"config.{group}.{key} is {c[group][key]}; wanted whole numbers above 0")
   _check_algorithm(c.algo)
+  episodes = c.data.questions * c.algo.group_size
+  if (updates := c.algo.updates_per_batch // c.algo.epochs) > episodes:
+    raise UserError(f"{episodes} episodes a step (config.data.questions times algo.group_size) "
+                    f"cannot make {updates} updates an epoch; lower config.algo.updates_per_batch")
   if not c.model.path:
     raise UserError("config.model.path is empty; name a Hugging Face folder or a hub id")
+  _check_data(c)
+
+
+def _check_data(c: ml_collections.ConfigDict) -> None:
+  """Either a generated world, or files: what is set and not used would mislead."""
+  for name in ("data.train", "data.test"):
+    value = _value(c, name)
+    if not isinstance(value, tuple) or not all(isinstance(v, str) and v for v in value):
+      raise UserError(f"config.{name} is {value!r}; wanted a tuple of files, such as "
+                      "('train.jsonl',)")
+  own = [n for n in ("data.train", "data.test", "retriever.index") if _value(c, n)]
+  if c.world.name and own:
+    raise UserError(f"config.world.name={c.world.name!r} generates all data, config.{own[0]} would "
+                    "not be used; leave it out, or set config.world.name=\"\" to use your own data")
   if not c.world.name and not (c.data.train and c.retriever.index):
     raise UserError("no data: set config.world.name, or config.data.train and "
                     "config.retriever.index")
@@ -110,6 +145,11 @@ def _check_algorithm(a: ml_collections.ConfigDict) -> None:
              "fallen yet; raise algo.updates_per_batch")
   elif a.ratio == "sequence" and a.name == "ppo":
     clash = "algo.ratio=sequence (GSPO) gives a sequence one ratio; use it with grpo or rloo"
+  elif a.name != "ppo" and a.value_only_steps:
+    clash = f"algo.value_only_steps needs a value, and {a.name} has none; set it to 0, or use ppo"
+  elif a.importance_cap is not None and not a.mask_observations:
+    clash = ("algo.importance_cap compares with the sampler, and no sampler wrote the observations "
+             "that algo.mask_observations=False trains; set one of the two back")
   elif a.compat and a.aggregation != "microbatch-token-mean":
     clash = "algo.compat=search-r1 is published with algo.aggregation=microbatch-token-mean"
   if clash:
@@ -177,7 +217,8 @@ def load_questions(specs: tuple[str, ...], limit: int = 0) -> list[Question]:
   """The sets one after the other; `limit` takes evenly from the whole, 0 takes all."""
   if not specs:
     raise UserError("no question set named; set config.data.train and config.data.test")
-  questions = [q for spec in specs for q in data.load_questions(spec)]
+  seen: dict[tuple[str, str], str] = {}
+  questions = [q for spec in specs for q in data.load_questions(spec, seen=seen)]
   if not limit or limit >= len(questions):
     return questions
   return [questions[i * len(questions) // limit] for i in range(limit)]
@@ -188,7 +229,7 @@ def scorers(c: ml_collections.ConfigDict, policy: Policy
   """The functions that score tokens with the policy's (and reference's) and value's parameters."""
   return update.decoder_scores(
       policy.shape, allowed_vocab=policy.tokenizer.size, chunk=c.model.logits_chunk,
-      temperature=c.rollout.temperature if c.rollout.temperature > 0 else 1.0,
+      temperature=c.rollout.temperature,
       dtype=jnp.dtype(c.model.dtype), remat=c.model.remat, scan=c.model.scan_layers)
 
 
@@ -232,6 +273,27 @@ def mesh(c: ml_collections.ConfigDict) -> jax.sharding.Mesh:
 def training_sampling(c: ml_collections.ConfigDict) -> sampler.Sampling:
   """How rollouts of training are drawn."""
   return sampler.sampling(c.rollout.temperature, c.rollout.top_p, c.rollout.top_k)
+
+
+def _value(c: ml_collections.ConfigDict, name: str) -> Any:
+  """The value of a dotted key."""
+  for part in name.split("."):
+    c = c[part]
+  return c
+
+
+def _within(interval: str, name: str, c: ml_collections.ConfigDict) -> None:
+  """Refuses a number outside an interval such as `(0, 1]`."""
+  value = _value(c, name)
+  low, high = map(float, interval[1:-1].split(","))
+  reaches, may_reach = interval[0] == "[", interval[-1] == "]"
+  if value is None or (low < value or reaches and low == value) and (
+      value < high or may_reach and high == value):
+    return
+  wanted = f"{low:g} or more" if reaches else f"more than {low:g}"
+  if high < math.inf:
+    wanted += f" and {'at most' if may_reach else 'less than'} {high:.0f}"
+  raise UserError(f"config.{name} is {value}; wanted {wanted}")
 
 
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:

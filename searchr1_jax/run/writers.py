@@ -15,6 +15,7 @@ import rich.live
 import rich.table
 import tensorboardX
 
+from searchr1_jax.run import disk
 from searchr1_jax.types import Mean, Score, Trajectory
 
 Metrics = Mapping[str, Mean | float | int]
@@ -76,30 +77,36 @@ class JsonlWriter:
 
   def __init__(self, path: str | pathlib.Path, first_step: int = 0):
     self._path = pathlib.Path(path)
-    self._path.parent.mkdir(parents=True, exist_ok=True)
-    _keep_lines_before(self._path, first_step)
-    self._file = open(self._path, "a", encoding="utf-8")
+    with disk.writing(self._path):
+      self._path.parent.mkdir(parents=True, exist_ok=True)
+      _keep_lines_before(self._path, first_step)
+      self._file = open(self._path, "a", encoding="utf-8")
 
   def write(self, step: int, metrics: Metrics) -> None:
-    self._file.write(_line({"step": step} | divide(metrics)))
-    self._file.flush()
+    with disk.writing(self._path):
+      self._file.write(_line({"step": step} | divide(metrics)))
+      self._file.flush()
 
   def close(self) -> None:
-    self._file.close()
+    with disk.writing(self._path):  # what a full disk has not taken is tried once more
+      self._file.close()
 
 
 class TensorBoardWriter:
   """Scalars as TensorBoard curves; points of steps that a resumed run does again are replaced."""
 
   def __init__(self, folder: str | pathlib.Path, first_step: int = 0):
-    self._board = tensorboardX.SummaryWriter(
-        str(folder), purge_step=first_step or None, write_to_disk=True)
+    self._folder = folder
+    with disk.writing(folder):
+      self._board = tensorboardX.SummaryWriter(
+          str(folder), purge_step=first_step or None, write_to_disk=True)
 
   def write(self, step: int, metrics: Metrics) -> None:
-    for name, value in divide(metrics).items():
-      if value is not None and math.isfinite(value):
-        self._board.add_scalar(name, value, step)
-    self._board.flush()
+    with disk.writing(self._folder):
+      for name, value in divide(metrics).items():
+        if value is not None and math.isfinite(value):
+          self._board.add_scalar(name, value, step)
+      self._board.flush()
 
   def close(self) -> None:
     self._board.close()
@@ -142,25 +149,26 @@ class TrajectoryWriter:
 
   def __init__(self, folder: str | pathlib.Path, decode: typing.Callable[[Sequence[int]], str],
                first_step: int = 0):
-    folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    self._decode = decode
-    jsonl, text = folder / "trajectories.jsonl", folder / "trajectories.txt"
-    kept = _keep_lines_before(jsonl, first_step)
-    text.write_text("".join(_readable(entry) for entry in kept), encoding="utf-8")
-    self._jsonl, self._text = (open(p, "a", encoding="utf-8") for p in (jsonl, text))
+    self._folder, self._decode = pathlib.Path(folder), decode
+    jsonl, text = (self._folder / f"trajectories.{end}" for end in ("jsonl", "txt"))
+    with disk.writing(self._folder):
+      self._folder.mkdir(parents=True, exist_ok=True)
+      kept = _keep_lines_before(jsonl, first_step)
+      text.write_text("".join(_readable(entry) for entry in kept), encoding="utf-8")
+      self._jsonl, self._text = (open(p, "a", encoding="utf-8") for p in (jsonl, text))
 
   def write(self, step: int, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> None:
-    for trajectory, score in zip(trajectories, scores, strict=True):
-      entry = _entry(step, trajectory, score, self._decode)
-      self._jsonl.write(_line(entry))
-      self._text.write(_readable(entry))
-    self._jsonl.flush()
-    self._text.flush()
+    entries = [_entry(step, trajectory, score, self._decode)
+               for trajectory, score in zip(trajectories, scores, strict=True)]
+    with disk.writing(self._folder):
+      self._jsonl.writelines(map(_line, entries))
+      self._text.writelines(map(_readable, entries))
+      self._jsonl.flush()
+      self._text.flush()
 
   def close(self) -> None:
-    self._jsonl.close()
-    self._text.close()
+    with disk.writing(self._folder), self._jsonl, self._text:
+      pass  # closes both, whatever the first one meets
 
 
 def escape_controls(text: str) -> str:

@@ -8,10 +8,12 @@ import pathlib
 import numpy as np
 
 from retriever import build
+from searchr1_jax.run import disk
 from searchr1_jax.types import UserError
 from searchr1_jax.worlds import world as worlds
 
 HOPS = (1, 2, 3)
+MARK = "world.json"  # in the folder of every world: which one it is
 
 
 def test_files(folder: pathlib.Path) -> tuple[str, ...]:
@@ -29,21 +31,22 @@ def write_world(folder: str | pathlib.Path, name: str, seed: int, test_seed: int
     raise UserError(f"world {name!r} is not known; choose one of {', '.join(worlds.SPECS)}")
   if not (0 <= seed and 0 <= test_seed):
     raise UserError(f"the seeds of a world are {seed} and {test_seed}; wanted numbers from 0 up")
+  folder = pathlib.Path(folder)
+  disk.begin_output(folder, MARK, {"world": name, "seed": seed, "test_seed": test_seed})
   spec = worlds.SPECS[name]
   rl_rng, test_rng = np.random.default_rng((0, seed)), np.random.default_rng((1, test_seed))
   rl, test = worlds.make_world(spec, "rl", rl_rng), worlds.make_world(spec, "test", test_rng)
   train = worlds.sample_questions(rl, spec.questions["rl"], rl_rng, "train-")
   held_out = worlds.sample_questions(test, spec.questions["test"], test_rng, "test-")
-  folder = pathlib.Path(folder)
-  folder.mkdir(parents=True, exist_ok=True)
   passages = {**rl.passages, **test.passages}
-  _write_lines(folder / "corpus.jsonl", [
-      {"id": str(i), "contents": f'"{title}"\n{text}'}
-      for i, (title, text) in enumerate(passages.items())])
-  _write_lines(folder / "train.jsonl", map(_row, train))
-  for n, path in zip(HOPS, test_files(folder)):
-    _write_lines(pathlib.Path(path), [_row(q) for q in held_out if len(q.hops) == n])
-  build.build(folder / "corpus.jsonl", folder / "index", quiet=True, overwrite=True)
+  with disk.writing(folder):
+    _write_lines(folder / "corpus.jsonl", [
+        {"id": str(i), "contents": f'"{title}"\n{text}'}
+        for i, (title, text) in enumerate(passages.items())])
+    _write_lines(folder / "train.jsonl", map(_row, train))
+    for n, path in zip(HOPS, test_files(folder)):
+      _write_lines(pathlib.Path(path), [_row(q) for q in held_out if len(q.hops) == n])
+    build.build(folder / "corpus.jsonl", folder / "index", quiet=True, overwrite=True)
   return folder
 
 
