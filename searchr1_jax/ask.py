@@ -50,7 +50,7 @@ def main(words: Sequence[str]) -> None:
   if t.stop_reason is StopReason.RETRIEVAL_ERROR:
     raise UserError("the search engine failed; mend it and ask again")
   console.print(rich.text.Text(
-      f"\nanswer: {answer if answer is not None else 'none'}   "
+      f"\nanswer: {writers.escape_controls(answer) if answer is not None else 'none'}   "
       f"({len(t.searches)} searches, stopped by {t.stop_reason.value})"))
 
 

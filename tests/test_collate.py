@@ -159,6 +159,15 @@ def test_rows_that_teach_nothing_stay_in_the_denominators(aggregation):
     np.testing.assert_array_equal(weight_L, before[ids])
 
 
+def test_a_prompt_that_fills_its_episode_counts_and_is_not_trained():
+  kept = toys.trajectories(4)
+  question = dataclasses.replace(kept[0], prompt_ids=tuple(range(5000)), segments=())
+  plan, usual = (toys.plan([*kept, t], aggregation="seq-mean") for t in (question, kept[0]))
+  assert sum((b.lengths_B > 0).sum() for b in plan.minibatches[0]) == 4
+  share = lambda p: [w for b in p.minibatches[0] for w in b.loss_weight_BL.sum(1) if w]
+  assert share(plan) == pytest.approx([.2] * 4) and share(usual) == pytest.approx([.2] * 5)
+
+
 def test_a_minibatch_that_teaches_nothing_is_left_out():
   taught = np.arange(8) >= 4
   plan = toys.plan(toys.trajectories(8), updates=2, taught=taught)

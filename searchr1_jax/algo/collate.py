@@ -66,8 +66,9 @@ def collate(trajectories: Sequence[Trajectory], rewards_B: np.ndarray, advantage
             taught_B: np.ndarray | None = None) -> UpdatePlan:
   """The updates of one rollout: mini-batches in order, each as batches of the closed shapes.
 
-  Rows that `taught_B` excludes (flat groups) are counted in every denominator and left out of the
-  batches; a mini-batch of nothing else is left out altogether.
+  Rows that `taught_B` excludes (flat groups), and rows in which nothing was written since the
+  prompt filled the episode, are counted in every denominator and left out of the batches; a
+  mini-batch of nothing else is left out altogether.
   """
   if not trajectories:
     raise UserError("no trajectory to learn from")
@@ -76,7 +77,7 @@ def collate(trajectories: Sequence[Trajectory], rewards_B: np.ndarray, advantage
   for rows in split_minibatches(len(trajectories), updates):
     everyone = [_Row(trajectories[i], float(rewards_B[i]), float(advantages_B[i]), weighting)
                 for i in rows]
-    members = [r for i, r in zip(rows, everyone) if taught_B[i]]
+    members = [r for i, r in zip(rows, everyone) if taught_B[i] and trajectories[i].segments]
     if not members:
       continue
     groups = bucket([r.length for r in members], shapes)

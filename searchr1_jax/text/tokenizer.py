@@ -14,6 +14,7 @@ import json
 import pathlib
 import re
 from typing import Callable, Iterable, Mapping, Sequence
+import unicodedata
 
 import tokenizers
 
@@ -51,6 +52,9 @@ class Tokenizer:
       raise UserError(
           f"tokenizer {name!r} names no end-of-sequence token; set eos_token in its "
           "tokenizer_config.json or eos_token_id in generation_config.json")
+    if beyond := sorted(i for i in self.eos_ids if not 0 <= i < self.size):
+      raise UserError(f"tokenizer {name!r} has {self.size} tokens, its end tokens are {beyond}: its "
+                      "generation_config.json belongs to another model")
     self.pad_id = min(self.eos_ids) if pad_id is None else pad_id
     self._added = frozenset(added)
     contents = sorted((t.content for t in added.values()), key=len, reverse=True)
@@ -161,8 +165,9 @@ class Tokenizer:
     So the chat template may trim and move a foreign text as it likes, while no control token can
     be spelt in it; the second table swaps back.
     """
-    private = (c for c in range(0xE000, 0xF8FF) if chr(c) not in text)
-    guard = dict(zip(map(ord, self._first_characters), private))
+    taken = set(text)  # the private planes hold more characters than any prompt
+    private = (c for c in range(0xF0000, 0x10FFFE) if chr(c) not in taken)
+    guard = {ord(first): next(private) for first in self._first_characters}
     return guard, {v: k for k, v in guard.items()}
 
   def _encode_guarded(self, text: str, restore: dict[int, int]) -> list[int]:
@@ -181,6 +186,10 @@ class Tokenizer:
     return ids[:ids.index(self.encode_plain("a")[0])]
 
   def _check_plain(self, contents: Sequence[str]) -> None:
+    sample = "What? <search>1 é</search>"
+    if self.decode(self.encode_plain(sample)) != unicodedata.normalize("NFC", sample):
+      raise UserError(f"tokenizer {self.name!r} does not give back a plain text such as {sample!r}; its "
+                      "vocabulary is incomplete, or tokenizer.json is missing")
     for content in contents:
       if not self._added.isdisjoint(self.encode_plain(content)):
         raise UserError(
@@ -258,10 +267,16 @@ def _end_ids(eos_id: int | None, generation_config: str | None) -> set[int]:
   ids = set() if eos_id is None else {eos_id}
   if generation_config is None:
     return ids
-  more = json.loads(pathlib.Path(generation_config).read_text()).get("eos_token_id")
-  if more is None:
+  try:
+    more = json.loads(pathlib.Path(generation_config).read_text())["eos_token_id"]
+  except KeyError:
     return ids
-  return ids | ({more} if isinstance(more, int) else set(more))
+  except (ValueError, TypeError) as e:
+    raise UserError(f"{generation_config} is no JSON object ({_first_line(e)}); mend or remove it") from e
+  found = [] if more is None else more if isinstance(more, list) else [more]
+  if not all(type(i) is int for i in found):
+    raise UserError(f"{generation_config}: eos_token_id is {more!r}; wanted an id or a list of ids")
+  return ids | set(found)
 
 
 def _valid(text: str) -> str:
