@@ -14,7 +14,11 @@ from configs import grpo_tiny
 
 
 def get_config() -> ml_collections.ConfigDict:
-  c = grpo_tiny.get_config()
+  return with_ppo(grpo_tiny.get_config())
+
+
+def with_ppo(c: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+  """A GRPO config's task for PPO: as many episodes a step, each of its own question."""
   c.steps = 80
   c.data.questions = 80
   c.algo.update(name="ppo", group_size=1, kl_in="reward", kl_kind="k1", drop_flat_groups=False,

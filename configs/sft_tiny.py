@@ -15,6 +15,7 @@ def get_config() -> ml_collections.ConfigDict:
   c = ml_collections.ConfigDict()
   c.seed = 0
   c.start = ""                # a folder whose weights to start from; "" starts from nothing
+  c.look_back = 0.0           # above 0, first heads that attend to the last tokens, so sharply
   c.save_dtype = "float32"    # of the weights in the folder
   c.shape = dict(width=128, mlp_width=256, layers=3, heads=4, kv_heads=2, head_size=32,
                  rope_theta=10000.0, norm_eps=1e-6, tied_embeddings=True, qkv_bias=True,
@@ -25,7 +26,9 @@ def get_config() -> ml_collections.ConfigDict:
       steps=1500, warmup_steps=40, decay_share=0.5,  # linear decay over the last half
       muon_lr=0.02, adam_lr=2e-3,   # matrices of the layers; everything else
       rows_by_hops=(20, 14, 10), lengths_by_hops=(60, 96, 128),  # demonstrations a step, tokens each
-      world_scale=0.08,             # of the entities of a whole world, fresh for every step
+      drill_rows=0, drill_length=192,  # drills in reading a step, tokens each
+      recital_rows=0, recital_length=64,  # the same for names said again
+      worlds=1, world_scale=0.08,   # fresh ones a step; entities, as a share of a whole world's
       top_k=1, dim=1024,            # passages a search, size of the hashed vectors
       query="{relation} {subject}",  # how the teacher asks the engine
       thought="found {object}",     # how it says what a search found

@@ -1,6 +1,9 @@
 """Program: asks a trained policy one question and shows how it comes to its answer.
 
-python -m searchr1_jax.ask --workdir=runs/tiny "What is the maker of Rose Vuze?"
+python -m searchr1_jax.ask --workdir=runs/tiny "What is the maker of Rose Pepa?"
+
+--checkpoint=newest, best, base (untrained) or a step; --temperature=0 (greedy) or above; and
+--config.KEY=VALUE on top of the run's own config.
 """
 
 from __future__ import annotations

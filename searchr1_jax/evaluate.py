@@ -3,6 +3,10 @@
 python -m searchr1_jax.evaluate --workdir=runs/tiny
 python -m searchr1_jax.evaluate --workdir=runs/tiny --checkpoint=base --engine=empty
 python -m searchr1_jax.evaluate --workdir=runs/tiny --config.world.test_seed=7
+
+--checkpoint=newest, best, base (untrained) or a step; --engine=empty or random, controls in place of
+the run's own; --temperature=0 (greedy) or above; --questions=N, spread over the sets, in place of
+all; --out=FOLDER for summaries and episodes; --config.KEY=VALUE on top of the run's config.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 python -m searchr1_jax.train --config=configs/grpo_tiny.py --workdir=runs/tiny
 
+Any key of the config can be overridden: --config.algo.kl_coef=0.01; configs/base.py has them all.
 The same command again resumes from the newest whole checkpoint in the workdir.
 """
 
@@ -32,6 +33,7 @@ from searchr1_jax.run import (checkpoint, cli, data, disk, evaluation, metrics a
 from searchr1_jax.types import Question, Score, StopReason, Trajectory, UserError
 
 EVALUATION_DRAW = 2**31 - 1  # the "step" that addresses the randomness of sampled evaluations
+METRICS_FILE = "metrics.jsonl"
 SHOWN = ("reward", "em", "searches", "response_tokens", "kl_ref", "eval/em", "seconds/step")
 
 
@@ -259,6 +261,9 @@ def _run(trainer: Trainer, workdir: pathlib.Path, stop: checkpoint.StopFlag) -> 
     state = state.noting(before=_measure(trainer, state, c))
   began, spent, metric = time.monotonic(), measures.Clock(), None
   with contextlib.closing(Diary(workdir, c, trainer, done)) as diary:
+    for earlier in writers.read_lines(workdir / METRICS_FILE):  # of the run before it was resumed
+      spent.add(earlier)
+    resumed_after = spent.seconds.get("step", 0.0)
     try:
       while done < c.steps:
         _heed(stop, done)
@@ -273,7 +278,7 @@ def _run(trainer: Trainer, workdir: pathlib.Path, stop: checkpoint.StopFlag) -> 
         if done % c.checkpoint.every == 0 and done < c.steps:
           saves.save(done, state.to_checkpoint(), metric)
         spent.add(found)
-      seconds = time.monotonic() - began
+      seconds = resumed_after + time.monotonic() - began
       if "after" not in state.host:
         _heed(stop, done)
         after = _measure(trainer, state, c)
@@ -293,7 +298,7 @@ class Diary:
     board = ([writers.TensorBoardWriter(workdir / "tensorboard", first)]
              if c.log.tensorboard else [])
     self._numbers = writers.MultiWriter(
-        writers.JsonlWriter(workdir / "metrics.jsonl", first), *board,
+        writers.JsonlWriter(workdir / METRICS_FILE, first), *board,
         writers.ProgressWriter(c.steps, SHOWN))
     self._episodes = writers.TrajectoryWriter(workdir, trainer.model.tokenizer.decode, first)
     self._count = c.log.trajectories
@@ -319,6 +324,7 @@ def _restore(trainer: Trainer, saves: checkpoint.Checkpointer) -> tuple[RunState
   if found is None:
     return state, 0
   step, saved = found
+  print(f"found a checkpoint after step {step}; going on from there", flush=True)
   host, steps = saved["host"], trainer.config.steps
   if step > steps:
     raise UserError(f"the run has done {step} steps already, config.steps is {steps}; set it to "
@@ -344,10 +350,11 @@ def _heed(stop: checkpoint.StopFlag, done: int) -> None:
 def _refuse_other_run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> None:
   """A workdir belongs to one run: only its length and its records may change on the way."""
   free = ("steps", "eval", "checkpoint", "log", "limits")
-  then, now = cli.load_config(workdir).to_dict(), config.to_dict()
-  differ = [k for k in now if k not in free and then.get(k) != now[k]]
+  differ = [f"{key} {change}" for key, change in
+            cli.differences(cli.load_config(workdir), config).items()
+            if key.split(".")[1] not in free]
   if differ:
-    raise UserError(f"{workdir} holds a run with another config ({', '.join(differ)}); repeat its "
+    raise UserError(f"{workdir} holds a run with another config: {'; '.join(differ)}; repeat its "
                     "settings to resume it, or name another workdir")
 
 

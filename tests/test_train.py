@@ -303,7 +303,7 @@ def test_a_workdir_belongs_to_one_run(refused, run):
   same = (PPO, f"--workdir={run}", "--config.steps=2", "--config.data.questions=8",
           "--config.eval.around=False", "--config.algo.value_only_steps=1")
   message = refused(train.main, *same, "--config.algo.clip_low=0.1")
-  assert "holds a run with another config (algo)" in message
+  assert "another config: config.algo.clip_low was 0.2, is 0.1; repeat" in message
 
 
 def test_a_run_that_is_not_there_is_named(refused, tmp_path):

@@ -7,6 +7,7 @@ Exit codes are an interface: 0 done, 2 a mistake the user can mend, 3 numbers th
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import math
 import os
@@ -53,7 +54,14 @@ _CONFIG_ERRORS = (ArithmeticError, AttributeError, ImportError, LookupError, Nam
 
 
 def run_program(main: Callable[[Sequence[str]], None]) -> None:
-  """Runs a program on the command line's words; known errors end it with one message and a code."""
+  """Runs a program on the command line's words; known errors end it with one message and a code.
+
+  --help prints the docstring of the program's module, whatever else is there or missing.
+  """
+  os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that PyTorch is not installed
+  if {"-h", "--help"} & set(sys.argv[1:]):
+    print(inspect.getdoc(sys.modules[main.__module__]))
+    sys.exit(DONE)
   try:
     main(sys.argv[1:])
   except tuple(_CODES) as error:
@@ -67,7 +75,6 @@ def parse(words: Sequence[str], define: Callable[[flags.FlagValues], None],
   """Flag values, and up to `positional` other words; whatever is left over is an error."""
   values = flags.FlagValues()
   define(values)
-  flags.DEFINE_bool("help", False, "show this help", flag_values=values)
   _refuse_duplicates(words)
   try:
     rest = values(["program", *words])[1:]
@@ -78,9 +85,6 @@ def parse(words: Sequence[str], define: Callable[[flags.FlagValues], None],
   for name in values:
     if isinstance(values[name].value, float) and not math.isfinite(values[name].value):
       raise UserError(f"--{name} is {values[name].value}; wanted a finite number")
-  if values.help:
-    print(values.main_module_help() or values.get_help())
-    sys.exit(DONE)
   if len(rest) > positional:
     extra = rest[positional]
     hint = (f"; did you mean --config.{extra.lstrip('-')}?"
@@ -198,6 +202,12 @@ def _overlay(config: ml_collections.ConfigDict, plain: dict[str, Any], where: st
       raise UserError(f"{where}: {name} is {value!r}; wanted {wanted}") from e
 
 
+def differences(then: ml_collections.ConfigDict, now: ml_collections.ConfigDict) -> dict[str, str]:
+  """Each key whose values differ, with both of them in words."""
+  old, new = (dict(zip(_keys(c), _values(c), strict=True)) for c in (then, now))
+  return {k: f"was {old[k]!r}, is {new[k]!r}" for k in new if old[k] != new[k]}
+
+
 def refuse_not_finite(config: ml_collections.ConfigDict, prefix: str = "config") -> None:
   """A NaN or an infinity in a config is never meant."""
   for key, value in config.items():
@@ -220,6 +230,12 @@ def _keys(config: Any, prefix: str = "config") -> list[str]:
     nested = isinstance(value, ml_collections.ConfigDict)
     out += _keys(value, f"{prefix}.{key}") if nested else [f"{prefix}.{key}"]
   return out
+
+
+def _values(config: Any) -> list[Any]:
+  """The values of `_keys`, in their order."""
+  nested = lambda v: isinstance(v, ml_collections.ConfigDict)
+  return [x for v in config.values() for x in (_values(v) if nested(v) else [v])]
 
 
 def _value_of(word: str, words: Sequence[str]) -> str:

@@ -80,8 +80,9 @@ def questions_at(questions: Sequence[Question], seed: int, cursor: int,
   meets_no_epoch_end = n and count % n == 0 and cursor % n == 0
   if n < 1 or cursor < 0 or (n > count // 2 and not meets_no_epoch_end):
     raise UserError(
-        f"a batch of {n} out of {count} questions at cursor {cursor}: wanted 1 to {count // 2}, or "
-        f"a divisor of {count}, so that no batch holds a question twice; use a smaller batch")
+        f"a batch of {n} out of {count} questions: wanted 1 to {count // 2}, or "
+        f"a divisor of {count}, so that no batch holds a question twice; set "
+        "config.data.questions to that")
   places = (divmod(i, count) for i in range(cursor, cursor + n))
   return [questions[_order(count, seed, epoch)[at]] for epoch, at in places], cursor + n
 

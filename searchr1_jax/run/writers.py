@@ -92,6 +92,11 @@ class JsonlWriter:
       self._file.close()
 
 
+def read_lines(path: str | pathlib.Path) -> list[dict[str, Any]]:
+  """What a `JsonlWriter` has written."""
+  return [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
+
+
 class TensorBoardWriter:
   """Scalars as TensorBoard curves; points of steps that a resumed run does again are replaced."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Sequence
 
 import numpy as np
@@ -15,6 +16,7 @@ _POOL_SIZES = {"warm_start": 5700, "rl": 1200, "test": 1200}
 _SPLIT_SEED = 20250312  # fixes which piece belongs to which pool, once and for all
 
 
+@functools.cache
 def pieces(pool: str) -> tuple[str, ...]:
   """The capitalised two-syllable pieces of one pool; pools are disjoint whatever the world's seed."""
   everything = np.array([(a + b).capitalize() for a in SYLLABLES for b in SYLLABLES])

@@ -14,12 +14,14 @@ _TAGS = tuple(f"<{slash}{name}>" for name in actions.TAGS
               for slash in ("", "/"))
 _TEMPLATE_WORDS = ("What", "is", "the", "of", "need", "found")
 # In this order a text falls into pre-tokens: tags, a passage's head, line breaks, words, the rest.
-_PATTERN = "|".join([*_TAGS, r'Doc \d+\(Title: "', r'"\)', r"\n+", r" ?[A-Za-z]+", r" ?[^\sA-Za-z]", r"\s"])
+_PATTERN = "|".join([
+    *_TAGS, r'Doc \d+\(Title: "', r'"\)', r"\n+", r" ?[A-Za-z]+", r" ?[^\sA-Za-z]", r"\s"])
 
 
 def words() -> tuple[str, ...]:
   """Every ordinary word that a world can say, in a fixed order."""
-  texts = [prompts.INVALID_NOTICE, prompts.NO_SEARCH_LEFT_NOTICE, *_TEMPLATE_WORDS, *grammar.COMPANY_WORDS, *grammar.PERFUME_WORDS, *grammar.BY_NAME]
+  texts = [prompts.INVALID_NOTICE, prompts.NO_SEARCH_LEFT_NOTICE, *_TEMPLATE_WORDS,
+           *grammar.COMPANY_WORDS, *grammar.PERFUME_WORDS, *grammar.BY_NAME]
   for relation in grammar.RELATIONS:
     texts += relation.nouns + relation.sentences
   for ways in grammar.DISTRACTIONS.values():

@@ -34,7 +34,7 @@ TINY = WorldSpec(
     questions=dict(rl=4000, test=2000))
 HARD = WorldSpec(
     entities=dict(country=10, city=80, person=300, company=150, perfume=260),
-    questions=dict(rl=6000, test=2000), wordy=True, shared_names=0.6, distractions=1,
+    questions=dict(rl=6000, test=2000), wordy=True, shared_names=0.6, distractions=1, shuffled=True,
     hop_shares=(0.3, 0.4, 0.3))
 SHUFFLED = dataclasses.replace(TINY, shuffled=True)
 SPECS = {"tiny": TINY, "shuffled": SHUFFLED, "hard": HARD}
@@ -51,7 +51,7 @@ class Entity:
 
 @dataclasses.dataclass(frozen=True)
 class Hop:
-  """One step to the answer: look up `relation` of `subject`, find `object`; `noun` as it was asked."""
+  """One step to the answer: `relation` of `subject` is `object`; the question says `noun`."""
 
   relation: str
   noun: str
