@@ -39,7 +39,7 @@ def main(words: Sequence[str]) -> None:
   c.rollout.rows, c.rollout.row_buckets = 1, (1,)
   setup.check(c)
   c = setup.prepare_world(c, workdir)
-  policy, params = load_trained(c, workdir, values.checkpoint)
+  policy, params, _ = load_trained(c, workdir, values.checkpoint)
   question = Question("asked", "0", rest[0], ())
   (t,), _ = drive.rollout(
       policy.engine, params, [drive.Task(question, 0, policy.encode_prompt(question))],

@@ -47,14 +47,14 @@ def main(words: Sequence[str]) -> None:
   setup.check(c)
   folder = _begin(values) if values.out is not None else None
   c = setup.prepare_world(c, workdir)
-  policy, params = load_trained(c, workdir, values.checkpoint)
+  policy, params, name = load_trained(c, workdir, values.checkpoint)
   questions = setup.load_questions(tuple(c.data.test), values.questions)
   answered = evaluation.answer_all(
       policy.engine, params, questions, policy.rules, setup.open_search(c),
       encode_prompt=policy.encode_prompt, score=policy.score,
       how=sampler.sampling(values.temperature), key=jax.random.key(c.seed))
   summaries = evaluation.by_dataset(answered)
-  title = f"{workdir}, checkpoint {values.checkpoint}, " + (
+  title = f"{workdir}, {name}, " + (
       "greedy" if values.temperature == 0 else f"temperature {values.temperature:g}")
   rich.console.Console().print(evaluation.table(summaries, title))
   if folder is not None:

@@ -52,7 +52,7 @@ def test_train_leaves_a_whole_run(run):
 
 def test_evaluate_answers_the_held_out_questions(run, tmp_path):
   printed = typed("evaluate", f"--workdir={run}", "--questions=6", f"--out={tmp_path / 'out'}")
-  assert "EM %" in printed and "greedy" in printed
+  assert "EM %" in printed and "step 2 (newest), greedy" in " ".join(printed.split())
   assert json.loads((tmp_path / "out" / "summary.json").read_text())["all"]["n"] == 6
   assert len((tmp_path / "out" / "trajectories.jsonl").read_text().splitlines()) == 6
 
@@ -64,11 +64,26 @@ def test_ask_shows_an_episode(run):
 
 def test_the_same_command_again_has_nothing_to_do(run, monkeypatch, capsys):
   before = (run / "metrics.jsonl").read_text()
+  took = json.loads((run / "summary.json").read_text())["seconds_by_phase"]
   main(monkeypatch, train.main, PPO, f"--workdir={run}", "--config.steps=2",
        "--config.data.questions=8", "--config.eval.around=False",
        "--config.algo.value_only_steps=1")
   assert (run / "metrics.jsonl").read_text() == before
-  assert "run folder" in capsys.readouterr().out
+  printed = capsys.readouterr().out
+  assert "run folder" in printed and "found a checkpoint after step 2" in printed
+  # What the run took is what its steps took, whichever process did them.
+  summary = json.loads((run / "summary.json").read_text())
+  assert summary["seconds_by_phase"] == pytest.approx(took)
+  assert summary["seconds"] >= took["step"]
+
+
+@pytest.mark.parametrize("program, names", [
+    (train, "--config.algo.kl_coef=0.01"), (evaluate, "--engine=empty"), (ask, "--checkpoint=")])
+def test_help_needs_nothing_else(program, names, monkeypatch, capsys):
+  with pytest.raises(SystemExit) as ended:
+    main(monkeypatch, program.main, "--help")
+  assert ended.value.code in (None, 0)
+  assert names in capsys.readouterr().out
 
 
 def main(monkeypatch, program, *words: str) -> None:

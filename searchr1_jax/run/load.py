@@ -14,12 +14,15 @@ from searchr1_jax.types import UserError
 
 
 def load_trained(c: ml_collections.ConfigDict, workdir: pathlib.Path,
-                 which: str) -> tuple[setup.Policy, decoder.Params]:
-  """The policy of a run and its parameters: `newest`, `best`, `base` (untrained), or a step."""
+                 which: str) -> tuple[setup.Policy, decoder.Params, str]:
+  """A run's policy, its parameters as of `which`, and what that came to in words.
+
+  `which`: `newest`, `best`, `base` (untrained), or a step.
+  """
   policy = setup.open_policy(c)
   base = policy.load_params()
   if which == "base":
-    return policy, base
+    return policy, base, "base"
   saves = checkpoint.CheckpointReader(workdir / "checkpoints")
   if not saves.steps():
     raise UserError(f"{workdir} has no checkpoint yet; train further, or give --checkpoint=base")
@@ -29,14 +32,15 @@ def load_trained(c: ml_collections.ConfigDict, workdir: pathlib.Path,
   if c.algo.name == "ppo":
     wanted["arrays"]["value"] = abstract(jax.eval_shape(value.from_policy, base))
   if which == "newest":
-    _, saved = saves.restore_newest_whole(wanted)
+    step, saved = saves.restore_newest_whole(wanted)
   else:
     step = saves.best_step() if which == "best" else _step(which)
     if step is None:
       raise UserError(f"no checkpoint of {workdir} was evaluated while training; give a step, one "
                       f"of {saves.steps()}, or newest")
     saved = saves.restore(step, wanted)
-  return policy, saved["arrays"]["policy"].params
+  name = f"step {step}" + (f" ({which})" if which in ("newest", "best") else "")
+  return policy, saved["arrays"]["policy"].params, name
 
 
 def _step(text: str) -> int:
