@@ -407,11 +407,12 @@ def _summary(state: RunState, c, seconds: float, spent: measures.Clock) -> dict[
 
 def _show(console: rich.console.Console, summary: dict[str, Any], workdir: pathlib.Path) -> None:
   """The table before and after, and where everything is."""
-  if "n" in summary:
-    for prefix, title in (("", "greedy"), ("sampled_", "sampled")):
-      if f"{prefix}em_before" in summary:
-        rows = {w: summary[f"{prefix}by_dataset_{w}"]["all"] for w in ("before", "after")}
-        console.print(evaluation.table(rows, f"held-out questions, {title}"))
+  for prefix, title in (("", "greedy"), ("sampled_", "sampled")):
+    # Either may be missing: `eval.around` may change from one part of a run to the next.
+    rows = {when: summary[key]["all"] for when in ("before", "after")
+            if (key := f"{prefix}by_dataset_{when}") in summary}
+    if rows:
+      console.print(evaluation.table(rows, f"held-out questions, {title}"))
   console.print(f"{summary['steps']} steps in {summary['seconds']:.0f} s", highlight=False)
   console.print(f"run folder: {workdir}", soft_wrap=True, highlight=False)
 

@@ -9,6 +9,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import rich.console
 import tiny_runs
 
 from retriever.protocol import RetrievalError
@@ -216,3 +217,14 @@ def test_groups_are_compared_among_their_survivors(trainer):
 def test_two_questions_of_one_key_are_no_group(trainer):
   with pytest.raises(UserError, match="has 6 episodes, wanted 3"):
     trainer.compare(episodes(["a"] * 6), np.ones(6, np.float32))
+
+
+@pytest.mark.parametrize("measured", [(), ("before",), ("after",), ("before", "after")])
+def test_whatever_was_measured_is_shown(measured, tmp_path, capsys):
+  total = {"n": 7, "searches": 1.0, "retrieval_hit": 0.5} | {
+      k: v for m in ("em", "f1", "subem") for k, v in ((m, 0.5), (f"{m}_interval", [0.4, 0.6]))}
+  summary = {"steps": 3, "seconds": 1.0} | {f"by_dataset_{w}": {"all": total} for w in measured}
+  train._show(rich.console.Console(), summary, tmp_path)
+  printed = capsys.readouterr().out
+  assert "3 steps" in printed and ("greedy" in printed) == bool(measured)
+  assert [w for w in ("before", "after") if w in printed] == list(measured)
