@@ -31,9 +31,6 @@ def get_config() -> ml_collections.ConfigDict:
   c.choosing = c.reading.copy_and_resolve_references()
   c.choosing.update(steps=500, decay_share=0.5, top_k=3, rows_by_hops=(12, 7, 5),
                     lengths_by_hops=(176, 320, 464), drill_rows=16, drill_length=192)
-  habits = c.habits.habits
-  c.habits = c.choosing.copy_and_resolve_references()
-  c.habits.update(steps=100, warmup_steps=10, decay_share=0.3, muon_lr=0.0, adam_lr=5e-4,
-                  copy_weight=0.0, clean_share=0.15, habits=habits, drill_rows=0, recital_rows=0)
+  c.habits = sft_tiny.with_habits(c.choosing)
   del c.skills
   return c

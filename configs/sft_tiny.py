@@ -36,9 +36,15 @@ def get_config() -> ml_collections.ConfigDict:
       clean_share=1.0,              # demonstrations without bad habits
       habits=dict(guess=0.0, guess_confident=0.0, confident=("person", "city"), stop_early=0.0,
                   wrong_query=0.0, malformed=0.0))
-  c.habits = c.skills.copy_and_resolve_references()
-  c.habits.update(steps=100, warmup_steps=10, decay_share=0.3, muon_lr=0.0, adam_lr=5e-4,
-                  copy_weight=0.0, clean_share=0.15)
-  c.habits.habits.update(guess=0.3, guess_confident=0.9, stop_early=0.35, wrong_query=0.04,
-                         malformed=0.04)
+  c.habits = with_habits(c.skills)
   return c
+
+
+def with_habits(skills: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+  """The stage that spoils what `skills` has taught, on episodes like its own."""
+  stage = skills.copy_and_resolve_references()
+  stage.update(steps=100, warmup_steps=10, decay_share=0.3, muon_lr=0.0, adam_lr=5e-4,
+               copy_weight=0.0, clean_share=0.15, drill_rows=0, recital_rows=0)
+  stage.habits.update(guess=0.3, guess_confident=0.9, stop_early=0.35, wrong_query=0.04,
+                      malformed=0.04)
+  return stage

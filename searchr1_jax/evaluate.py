@@ -11,7 +11,6 @@ all; --out=FOLDER for summaries and episodes; --config.KEY=VALUE on top of the r
 
 from __future__ import annotations
 
-import json
 import pathlib
 from typing import Sequence
 
@@ -61,8 +60,7 @@ def main(words: Sequence[str]) -> None:
     diary = writers.TrajectoryWriter(folder, policy.tokenizer.decode)
     diary.write(0, [a.trajectory for a in answered], [a.score for a in answered])
     diary.close()
-    with disk.writing(folder):
-      (folder / "summary.json").write_text(json.dumps(summaries, indent=2) + "\n")
+    disk.write_json(folder / "summary.json", summaries)
     print(f"written: {folder}")
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import pathlib
 import time
 from typing import Any, Sequence
@@ -246,8 +245,7 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str,
     trainer = Trainer(config, workdir)
     cli.save_config(workdir, config)
     summary = _run(trainer, workdir, stop)
-    with disk.writing(workdir):
-      (workdir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    disk.write_json(workdir / "summary.json", summary)
   _show(rich.console.Console(), summary, workdir)
   return summary
 
@@ -324,7 +322,6 @@ def _restore(trainer: Trainer, saves: checkpoint.Checkpointer) -> tuple[RunState
   if found is None:
     return state, 0
   step, saved = found
-  print(f"found a checkpoint after step {step}; going on from there", flush=True)
   host, steps = saved["host"], trainer.config.steps
   if step > steps:
     raise UserError(f"the run has done {step} steps already, config.steps is {steps}; set it to "
@@ -339,6 +336,7 @@ def _restore(trainer: Trainer, saves: checkpoint.Checkpointer) -> tuple[RunState
                       "the old one back, or start in an empty workdir")
   if step < steps:
     host.pop("after", None)  # a finished run goes on: what it came to is measured again
+  print(f"found a checkpoint after step {step}; going on from there", flush=True)
   return RunState.from_checkpoint(saved), step
 
 

@@ -37,6 +37,17 @@ def assets() -> pathlib.Path:
   return pathlib.Path(folder)
 
 
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory):
+  """The tokenizer of the generated worlds, built anew."""
+  from searchr1_jax.text.tokenizer import Tokenizer
+  from searchr1_jax.worlds import vocabulary
+
+  folder = tmp_path_factory.mktemp("tokenizer")
+  vocabulary.build_tokenizer(folder)
+  return Tokenizer.load(folder)
+
+
 class RunPython(typing.Protocol):
   """`run_python(code, devices=8, timeout=120, env={})`: a fresh interpreter, its result."""
 

@@ -11,17 +11,9 @@ import pytest
 from retriever import engine as engines
 from searchr1_jax.run import data
 from searchr1_jax.text import prompts
-from searchr1_jax.text.tokenizer import Tokenizer
 from searchr1_jax.types import UserError
-from searchr1_jax.worlds import demonstrations, files, grammar, names, vocabulary
+from searchr1_jax.worlds import demonstrations, files, grammar, names
 from searchr1_jax.worlds import world as worlds
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Tokenizer:
-  folder = tmp_path_factory.mktemp("tokenizer")
-  vocabulary.build_tokenizer(folder)
-  return Tokenizer.load(folder)
 
 
 @pytest.fixture(scope="module", params=["tiny", "hard"])

@@ -204,17 +204,15 @@ def _overlay(config: ml_collections.ConfigDict, plain: dict[str, Any], where: st
 
 def differences(then: ml_collections.ConfigDict, now: ml_collections.ConfigDict) -> dict[str, str]:
   """Each key whose values differ, with both of them in words."""
-  old, new = (dict(zip(_keys(c), _values(c), strict=True)) for c in (then, now))
+  old, new = _leaves(then), _leaves(now)
   return {k: f"was {old[k]!r}, is {new[k]!r}" for k in new if old[k] != new[k]}
 
 
-def refuse_not_finite(config: ml_collections.ConfigDict, prefix: str = "config") -> None:
+def refuse_not_finite(config: ml_collections.ConfigDict) -> None:
   """A NaN or an infinity in a config is never meant."""
-  for key, value in config.items():
-    if isinstance(value, ml_collections.ConfigDict):
-      refuse_not_finite(value, f"{prefix}.{key}")
-    elif isinstance(value, float) and not math.isfinite(value):
-      raise UserError(f"{prefix}.{key} is {value}; wanted a finite number")
+  for key, value in _leaves(config).items():
+    if isinstance(value, float) and not math.isfinite(value):
+      raise UserError(f"{key} is {value}; wanted a finite number")
 
 
 def _refuse_duplicates(words: Iterable[str]) -> None:
@@ -224,18 +222,17 @@ def _refuse_duplicates(words: Iterable[str]) -> None:
       raise UserError(f"--{name} is given more than once; give it once")
 
 
-def _keys(config: Any, prefix: str = "config") -> list[str]:
-  out = []
+def _leaves(config: Any, prefix: str = "config") -> dict[str, Any]:
+  """Every dotted key with its value."""
+  out = {}
   for key, value in config.items():
     nested = isinstance(value, ml_collections.ConfigDict)
-    out += _keys(value, f"{prefix}.{key}") if nested else [f"{prefix}.{key}"]
+    out |= _leaves(value, f"{prefix}.{key}") if nested else {f"{prefix}.{key}": value}
   return out
 
 
-def _values(config: Any) -> list[Any]:
-  """The values of `_keys`, in their order."""
-  nested = lambda v: isinstance(v, ml_collections.ConfigDict)
-  return [x for v in config.values() for x in (_values(v) if nested(v) else [v])]
+def _keys(config: Any, prefix: str = "config") -> list[str]:
+  return list(_leaves(config, prefix))
 
 
 def _value_of(word: str, words: Sequence[str]) -> str:
@@ -265,8 +262,7 @@ def _did_you_mean(name: str, known: Sequence[str], before: str = "") -> str:
 
 
 def _unknown(name: str, values: flags.FlagValues) -> str:
-  hidden = ("?", "help", "helpshort", "helpfull", "helpxml")
-  known = [n for n in values if n not in hidden and not n.startswith("config.")]
+  known = [n for n in values if not n.startswith("config.")]
   if "config" in values and values["config"].value is not None:
     known += _keys(values["config"].value)
   return f"there is no flag --{name}{_did_you_mean(name, known, '--')}"

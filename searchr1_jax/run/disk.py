@@ -36,6 +36,12 @@ def make_folder(folder: pathlib.Path) -> pathlib.Path:
   return folder
 
 
+def write_json(path: pathlib.Path, value: Any) -> None:
+  """The value as a file that a person can read too."""
+  with writing(path):
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
 def begin_output(folder: pathlib.Path, mark: str, about: Mapping[str, Any]) -> None:
   """Takes a folder for a program's output, and notes in its file `mark` what that is about.
 
@@ -45,8 +51,7 @@ def begin_output(folder: pathlib.Path, mark: str, about: Mapping[str, Any]) -> N
   if any(folder.iterdir()) and not (folder / mark).is_file():
     raise UserError(f"{folder} is not empty and no older output of this program (it has no "
                     f"{mark}); name another folder")
-  with writing(folder / mark):
-    (folder / mark).write_text(json.dumps(about, indent=2) + "\n")
+  write_json(folder / mark, about)
 
 
 @contextlib.contextmanager

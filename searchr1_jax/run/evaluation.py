@@ -82,5 +82,6 @@ def table(summaries: Mapping[str, Mapping], title: str) -> rich.table.Table:
   for name, s in summaries.items():
     cells = [f"{100 * s[m]:.1f} [{100 * s[m + '_interval'][0]:.1f}, "
              f"{100 * s[m + '_interval'][1]:.1f}]" for m in _MEASURES]
-    out.add_row(rich.text.Text(name), str(s["n"]), *cells, f"{s['searches']:.2f}", f"{100 * s['retrieval_hit']:.1f}")
+    out.add_row(rich.text.Text(name), str(s["n"]), *cells, f"{s['searches']:.2f}",
+                f"{100 * s['retrieval_hit']:.1f}")
   return out

@@ -91,14 +91,14 @@ def check(c: ml_collections.ConfigDict) -> None:
   _choice("prompt.chat_template", c.prompt.chat_template, tuple(_CHAT))
   _choice("model.remat", c.model.remat, tuple(decoder.REMAT_POLICIES))
   for name in ("model.dtype", "model.rollout_dtype"):
-    _choice(name, c[name.split(".")[0]][name.split(".")[1]], ("float32", "bfloat16"))
+    _choice(name, _value(c, name), ("float32", "bfloat16"))
   _choice("reward.name", c.reward.name, ("em", "f1", "subem", "em_format"))
   for interval, names in BOUNDS.items():
     for name in names:
       _within(interval, name, c)
-  for group, key in (("batch", "lengths"), ("rollout", "row_buckets"), ("rollout", "chunk_buckets")):
-    if not all(isinstance(n, int) and n > 0 for n in c[group][key]):
-      raise UserError(f"config.{group}.{key} is {c[group][key]}; wanted whole numbers above 0")
+  for name in ("batch.lengths", "rollout.row_buckets", "rollout.chunk_buckets"):
+    if not all(isinstance(n, int) and n > 0 for n in _value(c, name)):
+      raise UserError(f"config.{name} is {_value(c, name)}; wanted whole numbers above 0")
   _check_algorithm(c.algo)
   episodes = c.data.questions * c.algo.group_size
   if (updates := c.algo.updates_per_batch // c.algo.epochs) > episodes:
