@@ -180,6 +180,9 @@ def look_back(params: decoder.Params, shape: shapes.DecoderShape,
   Constant queries and keys, turned against each other by `distance`, meet there after rotation:
   their score is sharpness² Σ_i cos(ω_i (m − n − distance)), between positions m and n.
   """
+  if not shape.qkv_bias:
+    raise UserError("config.look_back needs biases to set; set config.shape.qkv_bias=True, or "
+                    "config.look_back=0.0")
   half = shape.head_size // 2
   distances = np.arange(1, shape.heads // shape.kv_heads + 1)
   turns = distances[:, None] * attention.rope_frequencies(shape)
@@ -240,8 +243,10 @@ def train(config: ml_collections.ConfigDict, out: pathlib.Path) -> None:
     tokenizer = Tokenizer.load(scratch)
     vocab = -(-tokenizer.size // 16) * 16  # a round number of rows; the rest is never drawn
     shape = shapes.DecoderShape(vocab_size=vocab, **config.shape)
-    params = (weights.load(config.start) if config.start else look_back(
-        decoder.init_params(shape, jax.random.key(config.seed)), shape, config.look_back))
+    params = (weights.load(config.start) if config.start
+              else decoder.init_params(shape, jax.random.key(config.seed)))
+    if config.look_back and not config.start:
+      params = look_back(params, shape, config.look_back)
     print(f"{shapes.count_parameters(shape):,} parameters, {tokenizer.size} tokens")
     for name in config.stages:
       params = train_stage(params, config[name], name, shape=shape, tokenizer=tokenizer,

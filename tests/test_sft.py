@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +13,9 @@ import pytest
 from configs import sft_hard, sft_tiny
 from searchr1_jax import sft
 from searchr1_jax.model import attention, decoder, shapes, weights
-from searchr1_jax.text.tokenizer import Tokenizer
-from searchr1_jax.worlds import demonstrations, names, vocabulary
+from searchr1_jax.types import UserError
+from searchr1_jax.worlds import demonstrations, names
 from searchr1_jax.worlds import world as worlds
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Tokenizer:
-  folder = tmp_path_factory.mktemp("tokenizer")
-  vocabulary.build_tokenizer(folder)
-  return Tokenizer.load(folder)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +84,22 @@ def test_first_heads_look_one_and_two_tokens_back():
   zeroed = jax.tree_util.tree_map_with_path(
       lambda path, x: x * 0 if path[-1].key == "bias" else x, after)
   assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), zeroed, before))
+
+
+def test_looking_back_without_biases_is_refused():
+  config = sft_hard.get_config()
+  config.shape.update(width=32, mlp_width=32, layers=1, qkv_bias=False, family="llama")
+  config.stages = ()
+  with pytest.raises(UserError, match="config.look_back needs biases"):
+    sft.train(config, pathlib.Path("never"))
+
+
+def test_without_looking_back_biases_are_not_needed(tmp_path):
+  config = sft_tiny.get_config()
+  config.shape.update(width=32, mlp_width=32, layers=1, qkv_bias=False, family="llama")
+  config.stages = ()
+  sft.train(config, tmp_path / "out")
+  assert weights.read_config(tmp_path / "out")[0].qkv_bias is False
 
 
 @pytest.mark.parametrize("module", [sft_tiny, sft_hard])
