@@ -158,6 +158,31 @@ def test_only_byte_level_bpe_is_taken():
     Tokenizer(other, name="words", eos_ids=[0])
 
 
+@pytest.mark.parametrize("decoder, says", [
+    (tokenizers.decoders.Sequence([
+        tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(),
+        tokenizers.decoders.Fuse()]), "BPE with decoder Sequence"),
+    (tokenizers.decoders.Metaspace(), "BPE with decoder Metaspace"),
+    # Its characters still give it away where the decoder claims to be another.
+    (tokenizers.decoders.ByteLevel(), "holds the token '▁a?'"),
+])
+@pytest.mark.parametrize("byte_table", [False, True])
+def test_a_sentencepiece_tokenizer_is_refused_with_and_without_its_table_of_bytes(
+    decoder, says, byte_table, tmp_path):
+  tokens = ["<unk>", "</s>", *(f"<0x{b:02X}>" for b in range(256 * byte_table)), "▁", "a", "▁a"]
+  backend = tokenizers.Tokenizer(tokenizers.models.BPE(
+      {t: i for i, t in enumerate(tokens)}, [("▁", "a")], unk_token="<unk>",
+      byte_fallback=byte_table))
+  backend.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+  backend.decoder = decoder
+  backend.add_special_tokens(["<unk>", "</s>"])
+  backend.save(str(tmp_path / "tokenizer.json"))
+  (tmp_path / "tokenizer_config.json").write_text(
+      json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}))
+  with pytest.raises(UserError, match=f"{says}.*only byte-level BPE is supported"):
+    Tokenizer.load(tmp_path)
+
+
 def test_a_folder_loads_with_the_ends_of_its_generation_config(tmp_path):
   backend = ByteTokenizer()._full
   backend.add_special_tokens(["<end>"])

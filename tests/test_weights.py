@@ -12,11 +12,12 @@ import pytest
 import safetensors.numpy
 import tiny_models as tiny
 
-from searchr1_jax.model import shapes, weights
+from searchr1_jax.model import folders, shapes, weights
 from searchr1_jax.types import UserError
 
 TIED = tiny.random_shape("qwen3", 1)
 UNTIED = tiny.random_shape("qwen2", 0)
+FAMILIES = list(zip(tiny.KINDS, (0, 1, 0, 1)))  # odd seeds tie their head
 
 
 def write(folder, shape=TIED, **how):
@@ -55,14 +56,14 @@ def assert_same(found, expected):
   jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@pytest.mark.parametrize("kind", tiny.KINDS)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("kind, seed", FAMILIES)
 def test_what_is_saved_is_what_is_loaded_bit_for_bit(kind, seed, tmp_path):
   shape = tiny.random_shape(kind, seed)
   params = write(tmp_path / "model", shape)
   assert weights.read_config(tmp_path / "model")[0] == shape
   assert_same(weights.load(tmp_path / "model"), params)
   assert [p.name for p in tmp_path.iterdir()] == ["model"]  # nothing half-written is left
+  assert {p.stat().st_mode & 0o777 for p in (tmp_path / "model").iterdir()} == {0o644}
 
 
 def test_a_bfloat16_folder_is_read_and_says_so(tmp_path):
@@ -75,6 +76,9 @@ def test_a_bfloat16_folder_is_read_and_says_so(tmp_path):
   kept = weights.load(tmp_path / "model", jnp.bfloat16)
   assert {x.dtype for x in jax.tree.leaves(kept)} == {jnp.dtype(jnp.bfloat16)}
   assert_same(kept, rounded)
+  weights.save(tmp_path / "again", kept, TIED, dtype=jnp.bfloat16)
+  for file in ("model.safetensors", "config.json"):
+    assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "model" / file).read_bytes()
   # Two bytes a number, and a header of a few kilobytes.
   numbers = shapes.count_parameters(TIED)
   size = (tmp_path / "model" / "model.safetensors").stat().st_size
@@ -137,15 +141,16 @@ def test_an_index_never_leads_out_of_its_folder(name, tmp_path):
     weights.load(tmp_path / "model")
 
 
-def test_every_wrong_tensor_is_named_at_once(tmp_path):
+def test_every_wrong_tensor_is_named_at_once_and_before_any_is_read(tmp_path, monkeypatch):
   write(tmp_path / "model")
   tensors = tensors_of(tmp_path / "model")
   del tensors["model.layers.1.mlp.up_proj.weight"]
   tensors["model.layers.0.self_attn.q_proj.weight"] = (
       tensors["model.layers.0.self_attn.q_proj.weight"].T.copy()[:, :-1].copy())
   tensors["model.layers.9.input_layernorm.weight"] = np.zeros(TIED.width, np.float32)
-  tensors["model.norm.weight"][3] = np.nan
+  tensors["model.norm.weight"] = np.ones(TIED.width, np.int32)
   rewrite(tmp_path / "model", tensors)
+  monkeypatch.setattr(folders, "read", lambda *_: pytest.fail("read a tensor"))
   with pytest.raises(UserError) as error:
     weights.load(tmp_path / "model")
   q = f"({TIED.width}, {TIED.heads * TIED.head_size - 1})"
@@ -153,8 +158,33 @@ def test_every_wrong_tensor_is_named_at_once(tmp_path):
   for part in ("missing tensor model.layers.1.mlp.up_proj.weight",
                f"model.layers.0.self_attn.q_proj.weight has shape {q}, wanted {wanted}",
                "unexpected tensor model.layers.9.input_layernorm.weight",
-               "model.norm.weight holds NaN", str(tmp_path)):
+               "model.norm.weight is I32, wanted one of F32, BF16, F16", str(tmp_path)):
     assert part in str(error.value)
+
+
+@pytest.mark.parametrize("name, bad", [
+    ("model.norm.weight", np.nan), ("model.embed_tokens.weight", -np.inf),
+    ("model.layers.1.self_attn.o_proj.weight", np.inf),
+    ("model.layers.1.mlp.down_proj.weight", 3.4e38)])
+def test_a_number_that_is_none_is_named_by_its_tensor(name, bad, tmp_path):
+  write(tmp_path / "model")
+  tensors = tensors_of(tmp_path / "model")
+  tensors[name] = tensors[name].copy()
+  tensors[name].flat[-1] = bad
+  rewrite(tmp_path / "model", tensors)
+  if bad == 3.4e38:  # a number in float32, and infinity in bfloat16
+    weights.load(tmp_path / "model")
+  with pytest.raises(UserError, match=f"model: {name} holds NaN or infinity"):
+    weights.load(tmp_path / "model", jnp.bfloat16)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+  write(tmp_path / "model")
+  name = "model.norm.weight"
+  safetensors.numpy.save_file({name: tensors_of(tmp_path / "model")[name]},
+                              tmp_path / "model" / "other.safetensors")
+  with pytest.raises(UserError, match=f"{name} is in model.safetensors and in other.safetensors"):
+    weights.load(tmp_path / "model")
 
 
 def test_a_long_list_of_wrong_tensors_is_cut(tmp_path):

@@ -54,6 +54,52 @@ _FAMILIES: Mapping[str, Mapping[str, bool]] = {
 }
 
 
+def _qwen2(width: int, mlp_width: int, layers: int, heads: int, kv_heads: int, *,
+           tied: bool = False, eps: float = 1e-6, positions: int = 131072) -> DecoderShape:
+  return DecoderShape(
+      vocab_size=151936 if tied else 152064, width=width, mlp_width=mlp_width, layers=layers,
+      heads=heads, kv_heads=kv_heads, head_size=width // heads, rope_theta=1e6, norm_eps=eps,
+      tied_embeddings=tied, max_positions=positions, family="qwen2", **_FAMILIES["qwen2"])
+
+
+def _qwen3(width: int, mlp_width: int, layers: int, heads: int, *,
+           tied: bool = False) -> DecoderShape:
+  return DecoderShape(
+      vocab_size=151936, width=width, mlp_width=mlp_width, layers=layers, heads=heads, kv_heads=8,
+      head_size=128, rope_theta=1e6, norm_eps=1e-6, tied_embeddings=tied, max_positions=40960,
+      family="qwen3", **_FAMILIES["qwen3"])
+
+
+def _llama3(width: int, mlp_width: int, layers: int, heads: int, *, head_size: int = 128,
+            tied: bool = False, factor: float) -> DecoderShape:
+  return DecoderShape(
+      vocab_size=128256, width=width, mlp_width=mlp_width, layers=layers, heads=heads, kv_heads=8,
+      head_size=head_size, rope_theta=5e5, norm_eps=1e-5, tied_embeddings=tied,
+      rope_scaling=RopeScaling(factor, 1.0, 4.0, 8192), max_positions=131072, family="llama",
+      **_FAMILIES["llama"])
+
+
+# What config.json says in the published repository of that very name.
+NAMED: Mapping[str, DecoderShape] = {
+    "Qwen2.5-0.5B": _qwen2(896, 4864, 24, 14, 2, tied=True, positions=32768),
+    "Qwen2.5-1.5B": _qwen2(1536, 8960, 28, 12, 2, tied=True),
+    "Qwen2.5-3B": _qwen2(2048, 11008, 36, 16, 2, tied=True, positions=32768),
+    "Qwen2.5-7B": _qwen2(3584, 18944, 28, 28, 4),
+    "Qwen2.5-14B": _qwen2(5120, 13824, 48, 40, 8, eps=1e-5),
+    "Qwen2.5-32B": _qwen2(5120, 27648, 64, 40, 8, eps=1e-5),
+    "Qwen2.5-72B": _qwen2(8192, 29568, 80, 64, 8, eps=1e-5),
+    "Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, tied=True),
+    "Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, tied=True),
+    "Qwen3-4B": _qwen3(2560, 9728, 36, 32, tied=True),
+    "Qwen3-8B": _qwen3(4096, 12288, 36, 32),
+    "Qwen3-14B": _qwen3(5120, 17408, 40, 40),
+    "Qwen3-32B": _qwen3(5120, 25600, 64, 64),
+    "Llama-3.2-1B": _llama3(2048, 8192, 16, 32, head_size=64, tied=True, factor=32.0),
+    "Llama-3.2-3B": _llama3(3072, 8192, 28, 24, tied=True, factor=32.0),
+    "Llama-3.1-8B": _llama3(4096, 14336, 32, 32, factor=8.0),
+}
+
+
 def from_hugging_face(config: Mapping[str, Any], where: str = "config.json") -> DecoderShape:
   """The shape a Hugging Face `config.json` describes; what it asks for and we lack is refused."""
   family = config.get("model_type")
@@ -134,8 +180,9 @@ def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
   if config.get("use_sliding_window"):
     raise UserError(f"{where}: use_sliding_window is true; sliding-window attention is not "
                     "supported, wanted false")
-  if "sliding_attention" in (config.get("layer_types") or ()):
-    raise UserError(f"{where}: layer_types names sliding_attention; only full_attention is "
+  others = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
+  if others:
+    raise UserError(f"{where}: layer_types names {', '.join(others)}; only full_attention is "
                     "supported")
   if config.get("hidden_act", "silu") != "silu":
     raise UserError(f"{where}: hidden_act {config['hidden_act']!r} is not supported, wanted 'silu'")
@@ -149,6 +196,8 @@ def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
     raise UserError(f"{where}: partial_rotary_factor is set; only whole heads are rotated")
   if config.get("quantization_config"):
     raise UserError(f"{where}: quantization_config is set; only plain weights are supported")
+  if config.get("vision_config") is not None:
+    raise UserError(f"{where}: vision_config is set; only text models are supported")
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,78 +1,103 @@
-"""Hugging Face folders in and out: safetensors tensors ↔ parameters, tensor by tensor."""
+"""Hugging Face folders in and out: safetensors tensors ↔ parameters, tensor by tensor.
+
+Neither way holds more of the model on the host than the parameters themselves, if they live there:
+`load` fills each device's part of a parameter from pieces of its tensors; `save` fetches tensors
+until a file is full.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import json
+import math
 import pathlib
 import shutil
 import tempfile
-from typing import Any, Iterator, Mapping
+from typing import Any, Callable, Iterator, Mapping
 
 import jax
+from jax.experimental import multihost_utils
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
-import safetensors
 import safetensors.numpy
 
-from searchr1_jax.model import decoder, shapes
+from searchr1_jax.model import decoder, folders, shapes, sharding
 from searchr1_jax.types import UserError
+
+PIECE_BYTES = 2**27  # of a tensor that are read at once
+
+_COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+           "generation_config.json", "vocab.json", "merges.txt")
+_DTYPES = ("F32", "BF16", "F16")
+_HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """One tensor of a folder: where it goes, and the shape of its transpose there."""
+  """One tensor of a folder: the parameter (of a layer) that it is, and how that one lies in it.
+
+  `target`: the parameter's shape. `joins`: for each axis of the tensor, the axes of the parameter
+  that it joins.
+  """
 
   path: tuple[str, ...]
   layer: int | None
   target: tuple[int, ...]
-  transpose: bool
-
-  def to_param(self, tensor: np.ndarray) -> np.ndarray:
-    return (tensor.T if self.transpose else tensor).reshape(self.target)
-
-  def to_tensor(self, param: np.ndarray, stored: tuple[int, ...]) -> np.ndarray:
-    flat = param.reshape(stored[::-1] if self.transpose else stored)
-    return np.ascontiguousarray(flat.T if self.transpose else flat)
+  joins: tuple[tuple[int, ...], ...]
 
   @property
   def stored(self) -> tuple[int, ...]:
     """The tensor's shape in the folder."""
-    if not self.transpose:
-      return (int(np.prod(self.target)),) if self.path[-1] in ("scale", "bias") else self.target
-    rows = 2 if "o" in self.path else 1  # o joins heads and head size on its input side
-    return (int(np.prod(self.target[rows:])), int(np.prod(self.target[:rows])))
+    return tuple(math.prod(self.target[a] for a in axes) for axes in self.joins)
 
 
 def entries(shape: shapes.DecoderShape) -> dict[str, Entry]:
   """Every tensor that a folder of this shape holds, by its Hugging Face name."""
   s = shape
+  plain, kernel = ((0,), (1,)), ((1,), (0,))  # folders keep outputs first, kernels inputs first
+  into_heads, from_heads = ((1, 2), (0,)), ((2,), (0, 1))  # heads and their size are one axis there
   table = {
-      "model.embed_tokens.weight": Entry(("embed",), None, (s.vocab_size, s.width), False),
-      "model.norm.weight": Entry(("norm", "scale"), None, (s.width,), False),
+      _EMBED: Entry(("embed",), None, (s.vocab_size, s.width), plain),
+      "model.norm.weight": Entry(("norm", "scale"), None, (s.width,), ((0,),)),
   }
   if not s.tied_embeddings:
-    table["lm_head.weight"] = Entry(("head",), None, (s.width, s.vocab_size), True)
+    table[_HEAD] = Entry(("head",), None, (s.width, s.vocab_size), kernel)
   for layer in range(s.layers):
     prefix = f"model.layers.{layer}."
-    add = lambda name, path, target, transpose=False: table.__setitem__(
+    add = lambda name, path, target, joins=((0,),): table.__setitem__(
         prefix + name + (".bias" if path[-1] == "bias" else ".weight"),
-        Entry(("layers",) + path, layer, target, transpose))
+        Entry(("layers",) + path, layer, target, joins))
     for ours, heads in (("q", s.heads), ("k", s.kv_heads), ("v", s.kv_heads)):
       name = f"self_attn.{ours}_proj"
-      add(name, ("attention", ours, "kernel"), (s.width, heads, s.head_size), True)
+      add(name, ("attention", ours, "kernel"), (s.width, heads, s.head_size), into_heads)
       if s.qkv_bias:
-        add(name, ("attention", ours, "bias"), (heads, s.head_size))
-    add("self_attn.o_proj", ("attention", "o", "kernel"), (s.heads, s.head_size, s.width), True)
+        add(name, ("attention", ours, "bias"), (heads, s.head_size), ((0, 1),))
+    add("self_attn.o_proj", ("attention", "o", "kernel"), (s.heads, s.head_size, s.width),
+        from_heads)
     if s.qk_norm:
       for ours in ("q_norm", "k_norm"):
         add(f"self_attn.{ours}", ("attention", ours, "scale"), (s.head_size,))
     for ours in ("gate", "up"):
-      add(f"mlp.{ours}_proj", ("mlp", ours, "kernel"), (s.width, s.mlp_width), True)
-    add("mlp.down_proj", ("mlp", "down", "kernel"), (s.mlp_width, s.width), True)
+      add(f"mlp.{ours}_proj", ("mlp", ours, "kernel"), (s.width, s.mlp_width), kernel)
+    add("mlp.down_proj", ("mlp", "down", "kernel"), (s.mlp_width, s.width), kernel)
     add("input_layernorm", ("attention_norm", "scale"), (s.width,))
     add("post_attention_layernorm", ("mlp_norm", "scale"), (s.width,))
   return table
+
+
+def abstract_params(shape: shapes.DecoderShape, dtype: Any = jnp.float32,
+                    mesh: Mesh | None = None) -> decoder.Params:
+  """Shape, dtype and place of every parameter, nothing allocated; no place if there is no mesh."""
+  layered = lambda e: e.target if e.layer is None else (shape.layers,) + e.target
+  params = _nest({e.path: jax.ShapeDtypeStruct(layered(e), dtype)
+                  for e in entries(shape).values()})
+  if mesh is None:
+    return params
+  return jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=place),
+                      params, sharding.parameter_shardings(mesh, params))
 
 
 def read_config(folder: str | pathlib.Path) -> tuple[shapes.DecoderShape, dict[str, Any]]:
@@ -80,7 +105,7 @@ def read_config(folder: str | pathlib.Path) -> tuple[shapes.DecoderShape, dict[s
   path = pathlib.Path(folder) / "config.json"
   if not path.is_file():
     raise UserError(f"{folder} has no config.json; wanted a Hugging Face model folder or a hub id")
-  config = _read_json(path)
+  config = folders.read_json(path)
   return shapes.from_hugging_face(config, str(path)), config
 
 
@@ -104,126 +129,231 @@ def local_folder(name: str) -> pathlib.Path:
                     ) from e
 
 
-def load(folder: str | pathlib.Path, dtype: Any = jnp.float32) -> decoder.Params:
-  """Parameters, layers stacked, from one or many safetensors files; wrong tensors are listed."""
+def load(folder: str | pathlib.Path, dtype: Any = jnp.float32,
+         mesh: Mesh | None = None) -> decoder.Params:
+  """Parameters, layers stacked, from one or many safetensors files, laid out over the mesh.
+
+  What the files' headers show to be wrong is listed before any tensor is read. Of several processes
+  each reads what its own devices hold.
+  """
   folder = pathlib.Path(folder)
   shape, _ = read_config(folder)
-  table = entries(shape)
-  params: dict[tuple[str, ...], np.ndarray] = {}
-  seen, problems, repeated_head = set(), [], None
-  for name, tensor in _tensors(folder):
-    if name == "lm_head.weight" and shape.tied_embeddings:
-      repeated_head = tensor  # tied models are often saved with the head written out once more
-      continue
-    entry = table.get(name)
-    if entry is None:
-      problems.append(f"unexpected tensor {name}")
-      continue
-    seen.add(name)
-    if tensor.shape != entry.stored:
-      problems.append(f"{name} has shape {tensor.shape}, wanted {entry.stored}")
-      continue
-    value = entry.to_param(tensor).astype(dtype)
-    if not np.isfinite(value).all():
-      problems.append(f"{name} holds NaN or infinity")
-    if entry.layer is None:
-      params[entry.path] = value
-    else:
-      full = params.setdefault(entry.path, np.empty((shape.layers,) + entry.target, dtype))
-      full[entry.layer] = value
-  embed = params.get(("embed",))
-  if repeated_head is not None and embed is not None and not np.array_equal(
-      repeated_head.astype(dtype), embed):
-    problems.append("lm_head.weight differs from model.embed_tokens.weight, config.json ties them")
-  problems += [f"missing tensor {name}" for name in table if name not in seen]
-  if problems:
-    more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-    raise UserError(f"{folder}: {'; '.join(problems[:8])}{more}. Is config.json the one of these "
-                    "weights?")
-  return _nest({path: jnp.asarray(value) for path, value in params.items()})
+  table, found = entries(shape), folders.find_tensors(folder)
+  _check_headers(folder, shape, table, found)
+  leaves = _flatten(abstract_params(shape, dtype, mesh))
+  params = {path: _blank(leaf.sharding)(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
+  for name, entry in table.items():
+    params[entry.path] = _fill(params.pop(entry.path), found[name].file, name, entry,
+                               leaves[entry.path].sharding)
+  return _nest(params)
 
 
 def save(folder: str | pathlib.Path, params: decoder.Params, shape: shapes.DecoderShape, *,
          dtype: Any = np.float32, config: Mapping[str, Any] | None = None,
-         copy_from: str | pathlib.Path | None = None) -> None:
+         copy_from: str | pathlib.Path | None = None, max_file_bytes: int = 2**29) -> None:
   """Writes a folder that `load` and transformers read; it appears whole or not at all.
 
-  An older model of that name is replaced; a folder that holds anything else is refused.
-  `copy_from`: a folder whose tokenizer and generation files go along.
+  An older model of that name is replaced; a folder that holds anything else is refused. `config`:
+  the config.json to write, in place of the shape's. `copy_from`: a folder whose tokenizer and
+  generation files go along. `max_file_bytes`: the tensors of a file, which is also what is held on
+  the host at once. Of several processes all must call it, and the first one writes.
   """
   folder = pathlib.Path(folder)
-  refuse_folder(folder)
-  folder.parent.mkdir(parents=True, exist_ok=True)
-  partial = pathlib.Path(tempfile.mkdtemp(prefix=folder.name + ".partial-", dir=folder.parent))
-  flat = _flatten(params)
-  tensors = {}
+  writes = jax.process_index() == 0
+  fetched = _fetch(params, shape, np.dtype(dtype))
+  if not writes:
+    for _, tensor in fetched:  # each takes part in gathering what no process holds alone
+      tensor.block_until_ready()
+  else:
+    folders.refuse(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = pathlib.Path(tempfile.mkdtemp(prefix=folder.name + ".partial-", dir=folder.parent))
+    _write_tensors(partial, fetched, _deal(shape, np.dtype(dtype).itemsize, max_file_bytes))
+    written = dict(config) if config is not None else shapes.to_hugging_face(shape)
+    written.pop("dtype", None)  # what newer writers call it; two keys must not disagree
+    written["torch_dtype"] = np.dtype(dtype).name
+    (partial / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+    if copy_from is not None:
+      for source in filter(pathlib.Path.is_file, (pathlib.Path(copy_from) / n for n in _COPIED)):
+        shutil.copy(source, partial)
+    partial.chmod(0o755)
+    folders.install(partial, folder)
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices(f"saved {folder}")
+
+
+refuse_folder = folders.refuse  # programs ask before their work, too
+
+
+# Reading.
+
+
+def _check_headers(folder: pathlib.Path, shape: shapes.DecoderShape, table: Mapping[str, Entry],
+                   found: Mapping[str, folders.Tensor]) -> None:
+  """Refuses tensors that are missing, unknown or not what config.json says, all at once."""
+  wanted = {name: entry.stored for name, entry in table.items()}
+  if shape.tied_embeddings and _HEAD in found:
+    wanted[_HEAD] = wanted[_EMBED]  # tied models are often saved with the head written out too
+  problems = [f"unexpected tensor {name}" for name in found if name not in wanted]
+  for name, size in wanted.items():
+    if name not in found:
+      problems.append(f"missing tensor {name}")
+    elif found[name].shape != size:
+      problems.append(f"{name} has shape {found[name].shape}, wanted {size}")
+    elif found[name].dtype not in _DTYPES:
+      problems.append(f"{name} is {found[name].dtype}, wanted one of {', '.join(_DTYPES)}")
+  if not problems and shape.tied_embeddings and _HEAD in found and not _same(
+      found[_HEAD].file, _HEAD, found[_EMBED].file, _EMBED, wanted[_EMBED]):
+    problems.append(f"{_HEAD} differs from {_EMBED}, config.json ties them")
+  if problems:
+    more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+    raise UserError(f"{folder}: {'; '.join(problems[:8])}{more}. Is config.json the one of these "
+                    "weights?")
+
+
+def _same(file: pathlib.Path, name: str, other_file: pathlib.Path, other: str,
+          size: tuple[int, int]) -> bool:
+  """Whether two matrices are equal, read in pieces."""
+  rows, columns = size
+  step = max(1, PIECE_BYTES // (4 * columns))
+  pieces = [(slice(at, min(at + step, rows)), slice(0, columns)) for at in range(0, rows, step)]
+  return all(np.array_equal(folders.read(file, name, p), folders.read(other_file, other, p))
+             for p in pieces)
+
+
+@functools.cache
+def _blank(place: NamedSharding | None) -> Callable[..., jax.Array]:
+  """Zeros of a shape and dtype, allocated where they are to be."""
+  return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=place)
+
+
+def _fill(param: jax.Array, file: pathlib.Path, name: str, entry: Entry,
+          place: NamedSharding | None) -> jax.Array:
+  """Copies a tensor to where it belongs in its parameter, piece by piece.
+
+  A piece is cut along the tensor's first axis, from what each device of this process holds of it.
+  """
+  layer = [] if entry.layer is None else [entry.layer]
+  held = _held(param, place)
+  share = param.shape if place is None else place.shard_shape(param.shape)
+  axis = len(layer) + entry.joins[0][0]
+  row_bytes = 4 * len(held) * math.prod(share[len(layer):]) // share[axis]
+  step = max(1, PIECE_BYTES // row_bytes)
+  for at in range(0, share[axis], step):
+    pieces = []
+    for device, index in held.items():
+      first = index[axis].start
+      rows = slice(first + at, min(first + at + step, index[axis].stop))
+      piece = _piece(file, name, entry, (*index[:axis], rows, *index[axis + 1:])[len(layer):])
+      pieces.append(jax.device_put(piece.reshape([1] * len(layer) + list(piece.shape)), device))
+    value = pieces[0] if place is None else jax.make_array_from_single_device_arrays(
+        tuple(n * whole // part for n, whole, part in zip(pieces[0].shape, param.shape, share)),
+        place, pieces)
+    start = np.array(layer + [0] * len(entry.target), np.int32)
+    start[axis] = at
+    param, finite = _put(param, value, start, place)
+    if not finite:  # waiting for it also keeps the pieces from piling up
+      raise UserError(f"{file.parent}: {name} holds NaN or infinity; download it again, or give "
+                      "an older checkpoint")
+  return param
+
+
+def _held(param: jax.Array,
+          place: NamedSharding | None) -> dict[jax.Device | None, tuple[slice, ...]]:
+  """What each device of this process holds of a parameter; None: the default device."""
+  if place is None:
+    return {None: tuple(slice(0, n) for n in param.shape)}
+  return {device: tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, param.shape))
+          for device, index in place.addressable_devices_indices_map(param.shape).items()}
+
+
+def _piece(file: pathlib.Path, name: str, entry: Entry, index: tuple[slice, ...]) -> np.ndarray:
+  """Part of a parameter (of a layer), read from its tensor."""
+  inner = [math.prod(entry.target[a] for a in axes[1:]) for axes in entry.joins]
+  stored = tuple(slice(index[axes[0]].start * n, index[axes[0]].stop * n)  # minor axes are whole
+                 for axes, n in zip(entry.joins, inner))
+  order = [a for axes in entry.joins for a in axes]
+  sizes = [index[a].stop - index[a].start for a in order]
+  return folders.read(file, name, stored).reshape(sizes).transpose(np.argsort(order))
+
+
+@functools.partial(jax.jit, static_argnames="place", donate_argnames="param")
+def _put(param: jax.Array, value: jax.Array, start: jax.Array,
+         place: NamedSharding | None) -> tuple[jax.Array, jax.Array]:
+  """Writes a piece into each device's share, and tells whether all of it is finite there."""
+  value = value.astype(param.dtype)
+  write = lambda param, value, start: jax.lax.dynamic_update_slice(param, value, tuple(start))
+  if place is not None:
+    write = jax.shard_map(write, mesh=place.mesh, out_specs=place.spec,
+                          in_specs=(place.spec, place.spec, PartitionSpec()))
+  return write(param, value, start), jnp.isfinite(value).all()
+
+
+# Writing.
+
+
+def _deal(shape: shapes.DecoderShape, itemsize: int, max_file_bytes: int) -> list[dict[str, int]]:
+  """The bytes of each tensor, file by file, in the order of `entries`."""
+  files: list[dict[str, int]] = [{}]
   for name, entry in entries(shape).items():
-    value = flat[entry.path]
-    value = np.asarray(value if entry.layer is None else value[entry.layer]).astype(dtype)
-    tensors[name] = entry.to_tensor(value, entry.stored)
-  # Bytes rather than save_file: the file then has the modes of any other.
-  (partial / "model.safetensors").write_bytes(
-      safetensors.numpy.save(tensors, metadata={"format": "pt"}))
-  written = dict(config) if config is not None else shapes.to_hugging_face(shape)
-  written.pop("dtype", None)  # what newer writers call it; two keys must not disagree
-  written["torch_dtype"] = np.dtype(dtype).name
-  (partial / "config.json").write_text(json.dumps(written, indent=2) + "\n")
-  if copy_from is not None:
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-                 "generation_config.json", "vocab.json", "merges.txt"):
-      if (source := pathlib.Path(copy_from) / name).is_file():
-        shutil.copy(source, partial / name)
-  partial.chmod(0o755)
-  replaced = partial.with_name(partial.name + "-replaced")
-  if folder.exists():
-    folder.rename(replaced)  # a kill from here on loses neither
-  partial.rename(folder)
-  shutil.rmtree(replaced, ignore_errors=True)
+    size = itemsize * math.prod(entry.stored)
+    if files[-1] and sum(files[-1].values()) + size > max_file_bytes:
+      files.append({})
+    files[-1][name] = size
+  return files
 
 
-def refuse_folder(folder: str | pathlib.Path) -> None:
-  """Refuses to `save` over what is no model; for programs to ask before their work, too."""
-  folder = pathlib.Path(folder)
-  if folder.exists() and not folder.is_dir():
-    raise UserError(f"{folder} is a file, wanted a folder; name another")
-  whole = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
-  if folder.is_dir() and any(folder.iterdir()) and not whole:
-    raise UserError(f"{folder} is not empty and holds no model; name another folder")
+def _fetch(params: decoder.Params, shape: shapes.DecoderShape,
+           dtype: np.dtype) -> Iterator[tuple[str, jax.Array]]:
+  """Every tensor as the folder has it, on the devices, whole on each where processes share it."""
+  flat = _flatten(params)
+  shared = [x.sharding.mesh for x in flat.values()
+            if isinstance(x, jax.Array) and not x.is_fully_addressable]
+  take = _taker(NamedSharding(shared[0], PartitionSpec()) if shared else None)
+  for name, entry in entries(shape).items():
+    param, layered = flat[entry.path], entry.layer is not None
+    if layered or shared:
+      param = take(param, entry.layer or 0, layered, dtype)
+    yield name, _as_stored(param, entry.joins, dtype)
 
 
-def _tensors(folder: pathlib.Path) -> Iterator[tuple[str, np.ndarray]]:
-  files = sorted(folder.glob("*.safetensors"))
-  index = folder / "model.safetensors.index.json"
-  if index.is_file():
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-      raise UserError(f"{index} has no weight_map; download the folder again")
-    names = sorted(set(map(str, weight_map.values())))
-    if any(pathlib.PurePath(n).name != n for n in names):
-      raise UserError(f"{index} names a file outside its folder; refused")
-    files = [folder / n for n in names]
-    if absent := [f.name for f in files if not f.is_file()]:
-      raise UserError(f"{folder}: {', '.join(absent)} named in {index.name} but not there; "
-                      "download the folder again")
-  if not files:
-    raise UserError(f"{folder} has no .safetensors file; convert the weights to safetensors first")
-  for file in files:
-    try:
-      with safetensors.safe_open(str(file), framework="numpy") as f:
-        for name in f.keys():
-          yield name, f.get_tensor(name)
-    except safetensors.SafetensorError as e:
-      raise UserError(f"{file} is not a whole safetensors file ({e}); download it again") from e
+@functools.cache
+def _taker(place: NamedSharding | None) -> Callable[..., jax.Array]:
+  """`_take`, jitted; what it returns is laid out like this."""
+  return jax.jit(_take, static_argnums=(2, 3), out_shardings=place)
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-  try:
-    read = json.loads(path.read_text())
-  except ValueError as e:  # bytes that are no text, text that is no JSON
-    raise UserError(f"{path} is not valid JSON ({e}); download it again") from e
-  if not isinstance(read, dict):
-    raise UserError(f"{path} holds a {type(read).__name__}, wanted an object; download it again")
-  return read
+def _take(param: jax.Array, layer: jax.Array, layered: bool, dtype: np.dtype) -> jax.Array:
+  """A parameter, or what it is in a layer."""
+  return (jax.lax.dynamic_index_in_dim(param, layer, keepdims=False) if layered
+          else param).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("joins", "dtype"))
+def _as_stored(param: jax.Array, joins: tuple[tuple[int, ...], ...],
+               dtype: np.dtype) -> jax.Array:
+  """The tensor that a parameter (of a layer) is; fused with `_take` it would be slow on CPUs."""
+  sizes = [math.prod(param.shape[a] for a in axes) for axes in joins]
+  return param.astype(dtype).transpose([a for axes in joins for a in axes]).reshape(sizes)
+
+
+def _write_tensors(folder: pathlib.Path, fetched: Iterator[tuple[str, jax.Array]],
+                   files: list[dict[str, int]]) -> None:
+  """The files, one after another, and their index where they are several."""
+  names = ["model.safetensors"] if len(files) == 1 else [
+      f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
+  for name, held in zip(names, files):
+    _write_file(folder / name, itertools.islice(fetched, len(held)))
+  if len(files) > 1:
+    index = {"metadata": {"total_size": sum(sum(held.values()) for held in files)},
+             "weight_map": {t: name for name, held in zip(names, files) for t in held}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_file(path: pathlib.Path, fetched: Iterator[tuple[str, jax.Array]]) -> None:
+  tensors = {name: np.ascontiguousarray(x) for name, x in fetched}
+  safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+  path.chmod(0o644)  # as any other file: the library's own are for their owner alone
 
 
 def _nest(flat: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:

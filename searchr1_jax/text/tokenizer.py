@@ -23,6 +23,7 @@ from searchr1_jax.types import UserError
 
 Messages = Sequence[Mapping[str, str]]
 
+_SUPPORTED = "byte-level BPE is supported (Qwen2.5, Qwen3, Llama 3, SmolLM2, GPT-2 and their kin)"
 _OUR_TAGS = frozenset(f"<{slash}{tag}>" for tag in actions.TAGS for slash in ("", "/"))
 
 
@@ -45,7 +46,7 @@ class Tokenizer:
     self._render_chat = render_chat
     self._template_source = template_source
     added = backend.get_added_tokens_decoder()
-    self.token_bytes, self._names = _byte_tables(backend, added)
+    self.token_bytes, self._names = _byte_tables(backend, added, name)
     self.size = len(self.token_bytes)
     self.eos_ids = frozenset(eos_ids)
     if not self.eos_ids:
@@ -204,7 +205,7 @@ def _require_byte_level(backend: tokenizers.Tokenizer, name: str) -> None:
     return
   raise UserError(
       f"tokenizer {name!r} is {type(model).__name__} with decoder {type(decoder).__name__}; only "
-      "byte-level BPE is supported (Qwen2.5, Qwen3, Llama 3, SmolLM2, GPT-2 and their kin)")
+      f"{_SUPPORTED}")
 
 
 def _without_added_tokens(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
@@ -217,7 +218,7 @@ def _without_added_tokens(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer
   return plain
 
 
-def _byte_tables(backend, added) -> tuple[tuple[bytes | None, ...], dict[int, bytes]]:
+def _byte_tables(backend, added, name: str) -> tuple[tuple[bytes | None, ...], dict[int, bytes]]:
   """The bytes of every id (None: control token, or no token), and the names of control tokens."""
   vocabulary = backend.get_vocab(with_added_tokens=True)
   table: list[bytes | None] = [None] * (max(vocabulary.values()) + 1)
@@ -228,8 +229,11 @@ def _byte_tables(backend, added) -> tuple[tuple[bytes | None, ...], dict[int, by
       # A special token that spells one of our tags is that tag: it must be seen as text.
       control = added[i].special and added[i].content not in _OUR_TAGS
       table[i], names[i] = (None, literal) if control else (literal, b"")
-    else:
+    elif _BYTE_OF.keys() >= set(token):
       table[i] = bytes([_BYTE_OF[c] for c in token])
+    else:  # such as SentencePiece's "▁the" under a decoder that isn't its own
+      raise UserError(f"tokenizer {name!r} holds the token {token!r}, which stands for no bytes; "
+                      f"only {_SUPPORTED}")
   return tuple(table), {i: name for i, name in names.items() if table[i] is None}
 
 

@@ -1,0 +1,117 @@
+"""The files of a Hugging Face model folder: what they hold, and how a new one takes its place."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+from typing import Any, Iterator
+
+import numpy as np
+import safetensors
+
+from searchr1_jax.types import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+  """A tensor as the header of its file describes it."""
+
+  file: pathlib.Path
+  shape: tuple[int, ...]
+  dtype: str
+
+
+def find_tensors(folder: pathlib.Path) -> dict[str, Tensor]:
+  """All tensors of a folder's files, from their headers alone."""
+  found: dict[str, Tensor] = {}
+  for path in _files(folder):
+    with _opened(path) as file:
+      for name in file.keys():
+        if name in found:
+          raise UserError(f"{folder}: {name} is in {found[name].file.name} and in {path.name}; "
+                          "remove the file that does not belong to this model")
+        head = file.get_slice(name)
+        found[name] = Tensor(path, tuple(head.get_shape()), head.get_dtype())
+  return found
+
+
+def read(file: pathlib.Path, name: str, index: tuple[slice, ...]) -> np.ndarray:
+  """A piece of a tensor. The file is closed again, so that what was read of it takes no memory."""
+  with _opened(file) as f:
+    return f.get_slice(name)[index]
+
+
+@contextlib.contextmanager
+def _opened(path: pathlib.Path) -> Iterator[Any]:
+  try:
+    with safetensors.safe_open(str(path), framework="numpy") as file:
+      yield file
+  except safetensors.SafetensorError as e:
+    raise UserError(f"{path} is not a whole safetensors file ({e}); download it again") from e
+
+
+def _files(folder: pathlib.Path) -> list[pathlib.Path]:
+  """The files that the index names, or else all of them."""
+  files = sorted(folder.glob("*.safetensors"))
+  index = folder / "model.safetensors.index.json"
+  if index.is_file():
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+      raise UserError(f"{index} has no weight_map; download the folder again")
+    names = sorted(set(map(str, weight_map.values())))
+    if any(pathlib.PurePath(n).name != n for n in names):
+      raise UserError(f"{index} names a file outside its folder; refused")
+    files = [folder / n for n in names]
+    if absent := [f.name for f in files if not f.is_file()]:
+      raise UserError(f"{folder}: {', '.join(absent)} named in {index.name} but not there; "
+                      "download the folder again")
+  if not files:
+    raise UserError(f"{folder} has no .safetensors file; convert the weights to safetensors first")
+  return files
+
+
+def refuse(folder: str | pathlib.Path) -> None:
+  """Refuses to write over what is no model; for programs to ask before their work, too."""
+  folder = pathlib.Path(folder)
+  if folder.exists() and not folder.is_dir():
+    raise UserError(f"{folder} is a file, wanted a folder; name another")
+  whole = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+  if folder.is_dir() and any(folder.iterdir()) and not whole:
+    raise UserError(f"{folder} is not empty and holds no model; name another folder")
+
+
+def install(partial: pathlib.Path, folder: pathlib.Path) -> None:
+  """The finished folder takes its name; an older one there goes, and at no moment both are gone."""
+  if not folder.exists():
+    partial.rename(folder)
+  elif _exchange(partial, folder):
+    shutil.rmtree(partial, ignore_errors=True)
+  else:
+    replaced = partial.with_name(partial.name + "-replaced")
+    folder.rename(replaced)  # a kill here leaves both, under other names
+    partial.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _exchange(one: pathlib.Path, other: pathlib.Path) -> bool:
+  """Two folders exchange their names in one step; False where the system can't (Linux can)."""
+  rename = getattr(ctypes.CDLL(None), "renameat2", None)
+  here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+  return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other),
+                                       exchange) == 0
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+  """The object that a JSON file holds."""
+  try:
+    read = json.loads(path.read_text())
+  except ValueError as e:  # bytes that are no text, text that is no JSON
+    raise UserError(f"{path} is not valid JSON ({e}); download it again") from e
+  if not isinstance(read, dict):
+    raise UserError(f"{path} holds a {type(read).__name__}, wanted an object; download it again")
+  return read
