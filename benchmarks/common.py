@@ -8,6 +8,8 @@ import os
 import statistics
 from typing import Any, Sequence
 
+from searchr1_jax.run import host
+
 
 def parser(doc: str) -> argparse.ArgumentParser:
   """Arguments of the model and of the measurement."""
@@ -21,7 +23,8 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 
 def pin(cpus: str | None) -> None:
-  """Pins the process; call it before jax is imported."""
+  """Pins the process and sets it up as the programs do; call it before jax is imported."""
+  host.keep_freed_memory()
   if cpus:
     os.sched_setaffinity(0, {int(c) for c in cpus.split(",")})
 
@@ -35,6 +38,32 @@ def random_model(args: argparse.Namespace):
       heads=args.heads, kv_heads=args.kv_heads, head_size=args.d // args.heads,
       rope_theta=1e6, norm_eps=1e-6, tied_embeddings=True, qkv_bias=True)
   return shape, decoder.init_params(shape, jax.random.key(args.seed))
+
+
+def example_batch(seed: int, rows: int, length: int, prompt: int, vocab: int):
+  """Rows of random tokens, two fifths of them behind the prompt not the policy's; their targets."""
+  import jax
+  import numpy as np
+  from searchr1_jax.algo import collate, losses
+  from searchr1_jax.types import Targets, TokenBatch
+  rng, size = np.random.default_rng(seed), (rows, length)
+  mask_BL = np.zeros(size, np.float32)
+  mask_BL[:, prompt - 1 : -1] = rng.random((rows, length - prompt)) > 0.4
+  logprobs_BL = -np.abs(rng.normal(np.log(vocab), 0.01, size)).astype(np.float32)
+  weight_BL = losses.aggregation_weights(
+      mask_BL, "token-mean", sequences=rows, tokens=float(mask_BL.sum()),
+      max_episode_tokens=length, micro_batches=1)
+  ids = lambda: rng.integers(2, vocab, size).astype(np.int32)
+  batch = TokenBatch(
+      inputs_BL=ids(), targets_BL=ids(), lengths_B=np.full(rows, length, np.int32),
+      kept_BP=collate.kept_positions(mask_BL), policy_mask_BL=mask_BL, response_mask_BL=mask_BL,
+      value_mask_BL=mask_BL, loss_weight_BL=weight_BL, value_weight_BL=weight_BL,
+      sampler_logprobs_BL=logprobs_BL, reward_B=np.zeros(rows, np.float32),
+      advantage_B=np.zeros(rows, np.float32))
+  advantages_BL = rng.normal(size=(rows, 1)).astype(np.float32) * mask_BL
+  empty_BL = np.zeros(size, np.float32)
+  return jax.device_put((batch, Targets(logprobs_BL, logprobs_BL, advantages_BL, empty_BL,
+                                        empty_BL)))
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:

@@ -16,18 +16,16 @@ p = common.parser(__doc__)
 for name, default in dict(B=8, L=256, prompt=64).items():
   p.add_argument(f"--{name}", type=int, default=default)
 p.add_argument("--remat", default="none")
-p.add_argument("--chunk", type=int, default=512, help="positions a row with logits in memory")
+p.add_argument("--chunk", type=int, default=512, help="tokens with logits in memory at a time")
 p.add_argument("--scan", action="store_true", help="loop over stacked layers")
 args = p.parse_args()
 common.pin(args.cpus)
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from searchr1_jax.algo import losses, update
+from searchr1_jax.algo import update
 from searchr1_jax.model import shapes
-from searchr1_jax.types import Targets, TokenBatch
 
 shape, params = common.random_model(args)
 score_policy, _ = update.decoder_scores(shape, allowed_vocab=args.vocab, temperature=1.0,
@@ -41,30 +39,10 @@ learner = update.Learner(
 state = update.init_train_state(params, optimizer)
 
 
-def example(seed: int) -> tuple[TokenBatch, Targets]:
-  rng = np.random.default_rng(seed)
-  size = (args.B, args.L)
-  mask_BL = np.zeros(size, np.float32)
-  mask_BL[:, args.prompt - 1 : -1] = rng.random((args.B, args.L - args.prompt)) > 0.4
-  logprobs_BL = -np.abs(rng.normal(np.log(args.vocab), 0.01, size)).astype(np.float32)
-  weight_BL = losses.aggregation_weights(
-      mask_BL, "token-mean", sequences=args.B, tokens=float(mask_BL.sum()),
-      max_episode_tokens=args.L, micro_batches=1)
-  batch = TokenBatch(
-      inputs_BL=rng.integers(2, args.vocab, size).astype(np.int32),
-      targets_BL=rng.integers(2, args.vocab, size).astype(np.int32),
-      lengths_B=np.full(args.B, args.L, np.int32), policy_mask_BL=mask_BL,
-      response_mask_BL=mask_BL, value_mask_BL=mask_BL, loss_weight_BL=weight_BL,
-      value_weight_BL=weight_BL, sampler_logprobs_BL=logprobs_BL,
-      reward_B=np.zeros(args.B, np.float32), advantage_B=np.zeros(args.B, np.float32))
-  advantages_BL = rng.normal(size=(args.B, 1)).astype(np.float32) * mask_BL
-  return jax.device_put((batch, Targets(logprobs_BL, logprobs_BL, advantages_BL,
-                                        np.zeros(size, np.float32), np.zeros(size, np.float32))))
-
-
 def timed(seed: int) -> float:
   global state
-  batch, targets = jax.block_until_ready(example(seed))
+  batch, targets = jax.block_until_ready(
+      common.example_batch(seed, args.B, args.L, args.prompt, args.vocab))
   began = time.perf_counter()
   state, _ = learner.learn(state, [batch], [targets], 1e-6)
   jax.block_until_ready(state)

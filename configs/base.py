@@ -24,7 +24,8 @@ def get_config() -> ml_collections.ConfigDict:
       rollout_dtype="float32",  # of parameters and cache when sampling
       scan_layers=True,       # compile one layer and loop, or all of them in a row (small models)
       remat="none",           # recompute in the backward pass: none, dots (keep matmuls), full
-      logits_chunk=512,       # positions a row whose logits are in memory at a time
+      logits_tokens=8192,     # tokens of a batch (on all devices) with logits in memory at a time
+      reference_memory="device",  # where the reference waits to be used: device, or pinned_host
   )
   c.world = dict(
       name="",                # generate the data instead of reading it: tiny or hard; "" reads it
@@ -97,10 +98,12 @@ def get_config() -> ml_collections.ConfigDict:
       value_warmup=0.015,
       b1=0.9, b2=0.999, eps=1e-8,  # AdamW's
       weight_decay=0.01,      # decoupled
+      moments_memory="device",  # where Adam's moments wait for their update: device, or pinned_host
       clip_norm=1.0,          # of the gradient, over all parameters
   )
   c.batch = dict(
-      lengths=(1024, 2048, 4096),  # tokens a row of an update batch: each compiles
+      lengths=(512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096),
+                              # tokens a row of an update batch; each that occurs compiles
       tokens=65536,           # tokens of one update batch: its rows are tokens // length
   )
   c.mesh = dict(data=1, fsdp=1, tensor=1)  # devices along each axis

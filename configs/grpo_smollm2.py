@@ -42,7 +42,7 @@ def get_config() -> ml_collections.ConfigDict:
   assets = pathlib.Path(os.environ.get("SEARCHR1_ASSETS", "assets"))
   c.steps = 4
   c.model.path = str(assets / "smollm2-135m")
-  c.model.logits_chunk = 64
+  c.model.logits_tokens = 256
   c.model.remat = "full"
   c.data.update(train=(str(assets / "trivia" / "train.jsonl"),),
                 test=(str(assets / "trivia" / "test.jsonl"),), questions=4)

@@ -126,7 +126,7 @@ def make_step(shape: shapes.DecoderShape, optimizer: optax.GradientTransformatio
     for g in groups:
       logprobs_BL, _ = logprobs.target_logprobs(
           params, _hidden(params, g, shape), g.targets_BL, allowed_vocab=allowed_vocab,
-          temperature=1.0, chunk=g.targets_BL.shape[1])
+          temperature=1.0, chunk=g.targets_BL.size)
       loss = loss - jnp.sum(g.weight_BL * logprobs_BL)
     return loss / total
 

@@ -154,11 +154,14 @@ class TokenBatch:
   Every other [B, L] field speaks of the TARGET at that position. Masks are 0.0 or 1.0.
   `loss_weight_BL` is the share of each target in the loss of the whole optimizer step (0 outside
   `policy_mask_BL`), so that summing over rows, micro-batches and devices gives the global mean.
+  `kept_BP` names the positions of each row that any mask reads, rising; the others are never
+  scored. A row with fewer than P of them is filled up with L.
   """
 
   inputs_BL: Int[Array, "B L"]
   targets_BL: Int[Array, "B L"]
   lengths_B: Int[Array, "B"]
+  kept_BP: Int[Array, "B P"]
   policy_mask_BL: Float[Array, "B L"]
   response_mask_BL: Float[Array, "B L"]
   value_mask_BL: Float[Array, "B L"]

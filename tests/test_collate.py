@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import toys
 
+from configs import base
 from searchr1_jax.algo import collate, losses, update
 from searchr1_jax.types import Question, Role, Segment, StopReason, Targets, Trajectory, UserError
 
@@ -27,7 +28,7 @@ def only_batch(plan):
 
 
 def test_the_one_shift():
-  b = only_batch(toys.plan([ONE], lengths=(10,), tokens=20))
+  b = only_batch(toys.plan([ONE], lengths=(10,), tokens=20, multiple=2))
   # Position l reads token l and speaks of token l + 1; the second row and the tail are empty.
   np.testing.assert_array_equal(b.inputs_BL[0], [10, 11, 12, 20, 21, 30, 31, 32, 22, 0])
   np.testing.assert_array_equal(b.targets_BL[0], [11, 12, 20, 21, 30, 31, 32, 22, 0, 0])
@@ -36,8 +37,11 @@ def test_the_one_shift():
   np.testing.assert_allclose(b.sampler_logprobs_BL[0], [0, 0, -.1, -.2, 0, 0, 0, -.3, 0, 0])
   np.testing.assert_array_equal(b.value_mask_BL, b.policy_mask_BL)
   np.testing.assert_array_equal(b.lengths_B, [9, 0])
+  # 3 of 10 positions are kept, a quarter rounded up; the empty row names one that isn't there.
+  np.testing.assert_array_equal(b.kept_BP, [[2, 3, 7], [10] * 3])
   for field in dataclasses.fields(b):
-    assert not getattr(b, field.name)[1].any(), field.name
+    if field.name != "kept_BP":
+      assert not getattr(b, field.name)[1].any(), field.name
 
 
 def test_without_masked_observations_the_whole_response_is_the_policys():
@@ -178,18 +182,38 @@ def test_a_minibatch_that_teaches_nothing_is_left_out():
 
 def test_padding_share_counts_empty_rows_too():
   # 9 tokens in 2 rows of 10.
-  assert toys.plan([ONE], lengths=(10,), tokens=20).padding_share == pytest.approx(1 - 9 / 20)
+  assert toys.plan([ONE], lengths=(10,), tokens=20, multiple=2).padding_share == pytest.approx(1 - 9 / 20)
 
 
 @hypothesis.given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 4))
 def test_buckets_use_only_the_closed_list_and_lose_no_row(lengths, multiple):
   shapes = collate.BatchShapes((5, 16, 40), 64, multiple)
   groups = collate.bucket(lengths, shapes)
-  assert sorted(i for rows, _ in groups for i in rows) == list(range(len(lengths)))
-  for rows, length in groups:
-    assert length in shapes.lengths and 0 < len(rows) <= shapes.rows(length)
+  assert sorted(i for rows, _, _ in groups for i in rows) == list(range(len(lengths)))
+  closed = {(rows, length) for rows, length, _ in shapes.all()}
+  for rows, size, length in groups:
+    assert (size, length) in closed and 0 < len(rows) <= size
     assert max(lengths[i] for i in rows) <= length
-  assert all(rows % multiple == 0 for rows, _ in shapes.all())
+  assert all(rows % multiple == 0 for rows, _, _ in shapes.all())
+
+
+def test_the_cut_with_the_least_padding_is_found():
+  # Batches of 8 x 10, 2 x 10, 16 x 5 and 4 x 5. Two long rows and two short ones: 2 x 10 + 4 x 5
+  # = 40 positions; one batch for all would take 80, or two of 2 x 10 as many as this, but later.
+  shapes = collate.BatchShapes((5, 10), 80)
+  assert collate.bucket([9, 3, 10, 4], shapes) == [([2, 0], 2, 10), ([3, 1], 2, 10)] or (
+      collate.bucket([9, 3, 10, 4], shapes) == [([2, 0], 2, 10), ([3, 1], 4, 5)])
+  # Nine short ones: 4 + 4 + 4 rows of 5 (60) beat one batch of 16 (80).
+  assert [g[1:] for g in collate.bucket([5] * 9, shapes)] == [(4, 5)] * 3
+
+
+@pytest.mark.parametrize("median, spread", [(900, 0.3), (1300, 0.45), (2200, 0.5)])
+def test_the_shipped_lengths_leave_at_most_15_percent_padding(median, spread):
+  c = base.get_config()
+  rng = np.random.default_rng(0)
+  lengths = np.clip(np.exp(rng.normal(np.log(median), spread, 256)), 250, 4096).astype(int).tolist()
+  groups = collate.bucket(lengths, collate.BatchShapes(tuple(c.batch.lengths), c.batch.tokens, 8))
+  assert 1 - sum(lengths) / sum(rows * length for _, rows, length in groups) <= 0.15
 
 
 @hypothesis.given(st.integers(1, 60), st.data())

@@ -135,6 +135,20 @@ def test_padding_to_the_right_changes_nothing():
   assert not np.array_equal(plain[1, 9:], junk[1, 9:])
 
 
+def test_padding_to_the_left_changes_nothing():
+  # Rows of 5, 9 and 12 tokens against the right edge of 12; a junk token in front has a position
+  # beyond the cache, so it is written nowhere and seen by nobody.
+  held, ids_BL = np.array([5, 9, 12]), some_ids(SHAPE, 3, 12)
+  column_1L = np.arange(12)[None, :]
+  positions_BL = column_1L - (12 - held)[:, None]
+  positions_BL = np.where(positions_BL < 0, 32, positions_BL).astype(np.int32)
+  cache = decoder.empty_cache(SHAPE, 3, 32, jnp.float32)
+  found_BLV, _ = cached_forward()(unstacked(), ids_BL, positions_BL, cache)
+  for row, n in enumerate(held):
+    alone_BLV = tiny.our_logits(SHAPE, PARAMS, ids_BL[row : row + 1, 12 - n :])
+    np.testing.assert_allclose(found_BLV[row, 12 - n :], alone_BLV[0], atol=1e-5)
+
+
 def test_rows_continue_where_they_stand_and_touch_no_other():
   # Rows 0 to 3 hold 5, 9, 7 and 3 tokens. Row 2 goes on by 4, row 0 by 2; two places are empty
   # (row 4 doesn't exist), and what stands beyond a row's tokens is junk at position 32.
@@ -156,7 +170,7 @@ def test_rows_continue_where_they_stand_and_touch_no_other():
     whole_BLV = tiny.our_logits(SHAPE, PARAMS, ids_BL[row : row + 1, : n + m])
     np.testing.assert_allclose(out_BLV[place, :m], whole_BLV[0, n:], atol=1e-5)
   for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after)):
-    changed_BS = np.any(np.asarray(old) != np.asarray(new), axis=(2, 3))
+    changed_BS = np.any(np.asarray(old) != np.asarray(new), axis=(1, 3))
     assert [tuple(x) for x in np.argwhere(changed_BS)] == [
         (0, 5), (0, 6), (2, 7), (2, 8), (2, 9), (2, 10)]
 

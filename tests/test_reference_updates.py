@@ -75,6 +75,7 @@ class Rows:
     return jax.tree.map(jnp.asarray, TokenBatch(
         inputs_BL=self.positions_BL[rows] * VOCAB + ids_BL, targets_BL=np.pad(ids_BL[:, 1:], ((0, 0), (0, 1))),
         lengths_B=self.attention_BL[rows].sum(1).astype(np.int32),
+        kept_BP=np.broadcast_to(np.arange(self.length, dtype=np.int32), ids_BL.shape),
         policy_mask_BL=policy_BL, response_mask_BL=policy_BL, value_mask_BL=value_BL,
         loss_weight_BL=weigh(policy_BL), value_weight_BL=weigh(value_BL),
         sampler_logprobs_BL=np.zeros_like(policy_BL), reward_B=flat_B, advantage_B=flat_B))

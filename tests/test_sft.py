@@ -67,9 +67,8 @@ def test_first_heads_look_one_and_two_tokens_back():
   before = decoder.init_params(shape, jax.random.key(0))
   after = sft.look_back(before, shape, 5.0)
   bias = {name: np.asarray(after["layers"]["attention"][name]["bias"]) for name in "qk"}
-  positions_BL = jnp.arange(40)[None]
-  turned = {name: attention.rotate(jnp.broadcast_to(jnp.asarray(b[0]), (1, 40, *b[0].shape)),
-                                   positions_BL, attention.rope_frequencies(shape))
+  turn = attention.rotation(jnp.arange(40)[None], attention.rope_frequencies(shape))
+  turned = {name: attention.rotate(jnp.broadcast_to(jnp.asarray(b[0]), (1, 40, *b[0].shape)), turn)
             for name, b in bias.items()}
   scores_HLM = jnp.einsum("lhe,me->hlm", turned["q"][0, :, :2], turned["k"][0, :, 0]) / 32**0.5
   shares = np.asarray(jax.nn.softmax(jnp.where(np.tri(40), scores_HLM, -1e30), axis=-1))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import toys
 
-from searchr1_jax.algo import advantages, losses, update
+from searchr1_jax.algo import advantages, collate, losses, update
 from searchr1_jax.model import logprobs
 from searchr1_jax.types import Mean, Targets, UserError
 
@@ -36,7 +36,9 @@ def models():
 @pytest.fixture(scope="module")
 def batch():
   ((only,),) = toys.plan(toys.trajectories(6), lengths=(16,), tokens=6 * 16).minibatches
-  return jax.tree.map(jnp.asarray, only)
+  only = jax.tree.map(jnp.asarray, only)
+  # All positions are scored here, so that it's the masks which keep observations out.
+  return dataclasses.replace(only, kept_BP=jnp.broadcast_to(jnp.arange(16), (6, 16)))
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +145,25 @@ def test_chunks_and_layouts_give_the_same_scores_and_gradients(models, batch, ch
   whole = total(models[2])
   parts = total(toys.policy_and_value(chunk=chunk, scan=chunk != 5)[2])
   near(parts, whole)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_what_no_mask_reads_need_not_be_scored(models, batch, targets, scan):
+  params, critic, score_policy, score_value = toys.policy_and_value(scan=scan)
+  few = dataclasses.replace(batch, kept_BP=jnp.asarray(
+      collate.kept_positions(np.asarray(batch.policy_mask_BL))))
+  assert few.kept_BP.shape == (6, 8) and int((few.kept_BP == 16).sum()) > 6  # half, and not full
+
+  def both(all_params, batch):
+    loss, _ = update.policy_objective(score_policy(all_params[0], batch, True), batch, targets,
+                                      SETTINGS["grpo"])
+    value_loss, _ = update.value_objective(score_value(all_params[1], batch), batch, targets, 0.5)
+    return loss, value_loss
+
+  def graded(batch):
+    return jax.jit(jax.value_and_grad(lambda p: sum(both(p, batch))))((params, critic))
+
+  near(graded(few), graded(batch))
 
 
 def test_scores_are_those_of_plain_logits(models, batch):

@@ -39,7 +39,7 @@ def trajectories(count: int = 8, seed: int = 0) -> list[Trajectory]:
           for i in range(count)]
 
 
-def policy_and_value(chunk: int = 64, scan: bool = True):
+def policy_and_value(chunk: int = 1024, scan: bool = True, mesh=None):
   """Parameters with life in them (the value's head too), and the two scoring functions."""
   keys = jax.random.split(jax.random.key(0), 3)
   params = jax.tree.map(lambda x: jnp.where(x == 1, x, 8 * x),  # norms stay at 1
@@ -47,17 +47,18 @@ def policy_and_value(chunk: int = 64, scan: bool = True):
   critic = value.from_policy(params)
   critic["value_head"] = {"kernel": 0.3 * jax.random.normal(keys[1], (SHAPE.width,)),
                           "bias": jnp.float32(0.1)}
-  return params, critic, *update.decoder_scores(SHAPE, chunk=chunk, scan=scan, **SHARE)
+  return params, critic, *update.decoder_scores(SHAPE, chunk=chunk, scan=scan, mesh=mesh,
+                                               **SHARE)
 
 
 def plan(kept, *, lengths=(32,), tokens=1024, aggregation="seq-mean", updates=1, rewards=None,
-         taught=None, **weighting):
+         taught=None, multiple=1, **weighting):
   """Collated toys; every reward and advantage differs."""
   count = len(kept)
   rewards = np.linspace(-1, 1, count).astype(np.float32) if rewards is None else rewards
   return collate.collate(
       kept, rewards, np.linspace(-1.5, 2, count).astype(np.float32),
-      shapes=collate.BatchShapes(tuple(lengths), tokens), updates=updates, taught_B=taught,
+      shapes=collate.BatchShapes(tuple(lengths), tokens, multiple), updates=updates, taught_B=taught,
       weighting=collate.Weighting(aggregation, 40, **weighting))
 
 

@@ -20,7 +20,9 @@ from searchr1_jax.types import TokenBatch, Trajectory, UpdatePlan, UserError
 class BatchShapes:
   """The closed list of [rows, length] that an update may see, shortest first.
 
-  A length's rows are `tokens` // length, in multiples of `row_multiple` (devices that share rows).
+  A batch has `tokens` // length rows, or a quarter of that for the rows that are left over, in
+  multiples of `row_multiple` (devices that share rows). Of a row, a quarter, half or all positions
+  are kept: those that are scored.
   """
 
   lengths: tuple[int, ...]
@@ -31,12 +33,30 @@ class BatchShapes:
     if not self.lengths or list(self.lengths) != sorted(set(self.lengths)):
       raise UserError(f"update lengths {self.lengths} must be rising, at least one")
 
-  def rows(self, length: int) -> int:
+  def rows(self, length: int) -> tuple[int, ...]:
+    """The numbers of rows that a batch of this length may have, most first."""
     multiple = self.row_multiple
-    return max(self.tokens // length // multiple, 1) * multiple
+    whole = max(self.tokens // length // multiple, 1)
+    return tuple(n * multiple for n in sorted({whole, max(whole // 4, 1)}, reverse=True))
 
-  def all(self) -> list[tuple[int, int]]:
-    return [(self.rows(length), length) for length in self.lengths]
+  def all(self) -> list[tuple[int, int, int]]:
+    """Every (rows, length, kept)."""
+    return [(rows, length, kept) for length in self.lengths for rows in self.rows(length)
+            for kept in sorted(set(kept_sizes(length)))]
+
+
+def kept_sizes(length: int) -> tuple[int, int, int]:
+  """How many positions of a row of `length` may be kept: prompts and passages fill most of it."""
+  return -(-length // 4), -(-length // 2), length
+
+
+def kept_positions(read_BL: np.ndarray) -> np.ndarray:
+  """The positions [B, P] that a mask reads, rising, filled up with L; P is one of `kept_sizes`."""
+  length = read_BL.shape[1]
+  counts_B = np.count_nonzero(read_BL, axis=1)
+  kept = min(n for n in kept_sizes(length) if n >= counts_B.max())
+  order_BL = np.argsort(read_BL == 0, axis=1, kind="stable")[:, :kept]
+  return np.where(np.arange(kept) < counts_B[:, None], order_BL, length).astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +104,8 @@ def collate(trajectories: Sequence[Trajectory], rewards_B: np.ndarray, advantage
     tokens = sum(int(r.policy.sum()) for r in everyone)
     totals = dict(sequences=len(everyone), tokens=tokens, micro_batches=len(groups),
                   max_episode_tokens=weighting.max_episode_tokens)
-    batches = tuple(_pad([members[i] for i in g], length, shapes.rows(length), weighting, totals)
-                    for g, length in groups)
+    batches = tuple(_pad([members[i] for i in g], length, count, weighting, totals)
+                    for g, count, length in groups)
     values = sum(int(b.value_mask_BL.sum()) for b in batches)
     batches = tuple(dataclasses.replace(b, value_weight_BL=_value_weight(
         b.value_mask_BL, weighting, values, totals)) for b in batches)
@@ -95,22 +115,27 @@ def collate(trajectories: Sequence[Trajectory], rewards_B: np.ndarray, advantage
   return UpdatePlan(tuple(minibatches), 1.0 - used / padded if padded else 0.0)
 
 
-def bucket(lengths: Sequence[int], shapes: BatchShapes) -> list[tuple[list[int], int]]:
-  """Groups of rows with the length they are padded to: the longest first, neighbours in length.
+def bucket(lengths: Sequence[int], shapes: BatchShapes) -> list[tuple[list[int], int, int]]:
+  """Groups (rows, size, length they are padded to): the longest first, neighbours in length.
 
-  A group takes as many rows as its length allows, so only the last one has empty rows.
+  Of all ways to cut the sorted rows into batches of the closed list, one with the least padding.
   """
   longest = max(lengths)
   if longest > shapes.lengths[-1]:
     raise UserError(f"a trajectory of {longest} tokens fits no update length {shapes.lengths}; "
                     "add a longer one or lower max_episode_tokens")
   order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-  groups = []
-  while order:
-    length = min(n for n in shapes.lengths if n >= lengths[order[0]])
-    take = shapes.rows(length)
-    groups.append((order[:take], length))
-    order = order[take:]
+  # best[i]: the fewest positions that hold the rows from order[i] on, and the first batch of them.
+  best = [(0, 0, 0)] * (len(order) + 1)
+  for i in reversed(range(len(order))):
+    length = min(n for n in shapes.lengths if n >= lengths[order[i]])
+    best[i] = min(((size * length + best[min(i + size, len(order))][0], size, length)
+                   for size in shapes.rows(length)), key=lambda found: found[0])
+  groups, i = [], 0
+  while i < len(order):
+    _, size, length = best[i]
+    groups.append((order[i : i + size], size, length))
+    i += size
   return groups
 
 
@@ -153,6 +178,7 @@ def _pad(rows: Sequence[_Row], length: int, count: int, weighting: Weighting,
       inputs_BL=laid(lambda r: r.ids, np.int32),
       targets_BL=laid(lambda r: r.ids[1:], np.int32),
       lengths_B=column(lambda r: r.length, np.int32),
+      kept_BP=kept_positions((policy_BL > 0) | (value_BL > 0)),
       policy_mask_BL=policy_BL,
       response_mask_BL=laid(lambda r: r.response),
       value_mask_BL=value_BL,

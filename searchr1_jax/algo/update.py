@@ -72,25 +72,35 @@ class PolicySettings:
 
 
 def decoder_scores(shape: DecoderShape, *, allowed_vocab: int, temperature: float, chunk: int,
-                   dtype: Any, remat: str, scan: bool) -> tuple[ScorePolicy, ScoreValue]:
+                   dtype: Any, remat: str, scan: bool, attention_kernel: str | None = None,
+                   mesh: jax.sharding.Mesh | None = None) -> tuple[ScorePolicy, ScoreValue]:
   """The two scoring functions of a decoder and of the value model on its backbone."""
   # Hidden states need no output head, and a value model has none.
   headless = dataclasses.replace(shape, tied_embeddings=True)
-  module = decoder.Decoder(headless, dtype, stacked=scan, remat=remat)
+  module = decoder.Decoder(headless, dtype, stacked=scan, remat=remat,
+                           attention_kernel=attention_kernel, mesh=mesh)
 
   def hidden(params, batch: TokenBatch):
     positions_L = jnp.arange(batch.inputs_BL.shape[1])
     positions_BL = jnp.broadcast_to(positions_L[None], batch.inputs_BL.shape)
     laid = params if scan else decoder.unstack_layers(params)
-    return module.apply({"params": laid}, batch.inputs_BL, positions_BL)[0]
+    return module.apply({"params": laid}, batch.inputs_BL, positions_BL, kept_BP=batch.kept_BP)[0]
+
+  def spread(found_BP, batch: TokenBatch):
+    """Back to their places in the rows; 0 where nothing was kept."""
+    rows_B1 = jnp.arange(batch.kept_BP.shape[0])[:, None]
+    empty_BL = jnp.zeros(batch.inputs_BL.shape, found_BP.dtype)
+    return empty_BL.at[rows_B1, batch.kept_BP].set(found_BP, mode="drop")
 
   def score_policy(params, batch: TokenBatch, with_entropy: bool) -> Scores:
-    return Scores(*logprobs.target_logprobs(
-        params, hidden(params, batch), batch.targets_BL, allowed_vocab=allowed_vocab,
-        temperature=temperature, chunk=chunk, with_entropy=with_entropy))
+    targets_BP = decoder.take_positions(batch.targets_BL, batch.kept_BP)
+    logprobs_BP, entropy_BP = logprobs.target_logprobs(
+        params, hidden(params, batch), targets_BP, allowed_vocab=allowed_vocab,
+        temperature=temperature, chunk=chunk, with_entropy=with_entropy)
+    return Scores(spread(logprobs_BP, batch), spread(entropy_BP, batch) if with_entropy else None)
 
   def score_value(params, batch: TokenBatch) -> Float[Array, "B L"]:
-    return value.values(params, hidden(params["backbone"], batch))
+    return spread(value.values(params, hidden(params["backbone"], batch)), batch)
 
   return score_policy, score_value
 
@@ -151,33 +161,48 @@ def make_optimizer(*, b1: float, b2: float, eps: float, weight_decay: float,
 
 
 def init_train_state(params: Any, optimizer: optax.GradientTransformation,
-                     mesh: jax.sharding.Mesh | None = None) -> TrainState:
+                     mesh: jax.sharding.Mesh | None = None,
+                     moments_memory: str = "device") -> TrainState:
   """A state at step 0, its parameters copied, since updates donate them."""
   @jax.jit
   def start(params):
     with jax.numpy_dtype_promotion("standard"):
       opt_state = optimizer.init(params)
-    return sharding.constrain(mesh, TrainState(
+    state = sharding.constrain(mesh, TrainState(
         jax.tree.map(jnp.copy, params), opt_state, jnp.int32(0), jnp.int32(0)))
+    return dataclasses.replace(
+        state, opt_state=sharding.to_memory(mesh, state.opt_state, moments_memory))
 
   return start(params)
 
 
 class Learner:
-  """Jitted gradient and optimizer steps of one model (policy or value), spread over a mesh."""
+  """Jitted gradient and optimizer steps of one model (policy or value), spread over a mesh.
+
+  With `moments_memory` "pinned_host" the moments are on the devices only while they are used.
+  """
 
   def __init__(self, objective: Callable[[Any, TokenBatch, Targets], tuple[Array, Metrics]],
-               optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh | None = None):
+               optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh | None = None,
+               moments_memory: str = "device"):
     place = functools.partial(sharding.constrain, mesh)
-    self._zeros = jax.jit(lambda params: place(jax.tree.map(jnp.zeros_like, params)))
+    move = functools.partial(sharding.to_memory, mesh)
     self._gradient = jax.jit(
         functools.partial(_add_gradient, objective, place), donate_argnums=1)
-    self._apply = jax.jit(functools.partial(_apply, optimizer, place), donate_argnums=0)
+    apply = functools.partial(_apply, optimizer, place)
+
+    def apply_moved(state, grads, learning_rate):
+      state, norm = apply(dataclasses.replace(state, opt_state=move(state.opt_state)), grads,
+                          learning_rate)
+      return dataclasses.replace(state, opt_state=move(state.opt_state, moments_memory)), norm
+
+    moved = moments_memory != "device"
+    self._apply = jax.jit(apply_moved if moved else apply, donate_argnums=0)
 
   def learn(self, state: TrainState, batches: Sequence[TokenBatch], targets: Sequence[Targets],
             learning_rate: float) -> tuple[TrainState, Metrics]:
     """One optimizer step on a mini-batch, its batches' gradients added up."""
-    grads, metrics = self._zeros(state.params), {}
+    grads, metrics = None, {}
     for batch, target in zip(batches, targets, strict=True):
       grads, more = self._gradient(state.params, grads, batch, target)
       metrics = add_metrics(metrics, more)
@@ -192,7 +217,8 @@ def add_metrics(a: Metrics, b: Metrics) -> Metrics:
 
 def _add_gradient(objective, place, params, grads, batch, targets):
   (_, metrics), more = jax.value_and_grad(objective, has_aux=True)(params, batch, targets)
-  return place(jax.tree.map(jnp.add, grads, more)), metrics
+  # Nothing to add to the first: one gradient less in memory where a mini-batch is one batch.
+  return place(more if grads is None else jax.tree.map(jnp.add, grads, more)), metrics
 
 
 def _apply(optimizer, place, state: TrainState, grads,

@@ -5,14 +5,21 @@ Axes beyond those of types.py: E head size, R query heads that share one key-val
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from searchr1_jax.model import kernels
 from searchr1_jax.model.shapes import DecoderShape
 
-_MASKED = -1e30  # finite, so that a row with nothing to see yields numbers, not NaN
+Rotation = tuple[Float[Array, "B L 1 2 M"], Float[Array, "B L 1 2 M"]]
+
+KERNELS = ("blocks", "cudnn")
+_BLOCK = 128  # queries that share a set of keys, at least; a row has eight blocks at most
 
 
 def rope_frequencies(shape: DecoderShape) -> np.ndarray:
@@ -32,42 +39,73 @@ def rope_frequencies(shape: DecoderShape) -> np.ndarray:
   return ((1 - smooth) * frequencies / scaling.factor + smooth * frequencies).astype(np.float32)
 
 
-def rotate(x_BLHE: Float[Array, "B L H E"], positions_BL: Int[Array, "B L"],
-           frequencies: np.ndarray) -> Float[Array, "B L H E"]:
-  """Rotary positions, the two halves of a head kept apart as Hugging Face's weights expect."""
+def rotation(positions_BL: Int[Array, "B L"], frequencies: np.ndarray) -> Rotation:
+  """Cosine and sine of each position's angles, laid out for `rotate`; every layer shares them."""
   angles = positions_BL[..., None].astype(jnp.float32) * jnp.asarray(frequencies)[None, None, :]
-  cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
-  first, second = jnp.split(x_BLHE.astype(jnp.float32), 2, axis=-1)
-  turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-  return turned.astype(x_BLHE.dtype)
+  cos, sin = jnp.cos(angles), jnp.sin(angles)
+  return (jnp.stack([cos, cos], axis=2)[:, :, None], jnp.stack([-sin, sin], axis=2)[:, :, None])
+
+
+def rotate(x_BLHE: Float[Array, "B L H E"], turn: Rotation) -> Float[Array, "B L H E"]:
+  """Rotary positions, the two halves of a head kept apart as Hugging Face's weights expect."""
+  halves = x_BLHE.astype(jnp.float32).reshape(*x_BLHE.shape[:3], 2, -1)
+  cos, sin = turn
+  turned = halves * cos + lax.rev(halves, (3,)) * sin  # (a, b) -> (a cos - b sin, b cos + a sin)
+  return turned.reshape(x_BLHE.shape).astype(x_BLHE.dtype)
+
+
+def choose_kernel(platform: str, dtype: Any, head_size: int) -> str:
+  """The kernel of whole rows on a platform ("cpu", "gpu", "tpu"): one of `KERNELS`.
+
+  cuDNN's takes half precision and heads of a multiple of 8 up to 128 (JAX's own limits).
+  """
+  half = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+  return "cudnn" if platform == "gpu" and half and head_size % 8 == 0 and head_size <= 128 else "blocks"
 
 
 def causal_attention(q_BLHE: Float[Array, "B L H E"], k_BLKE: Float[Array, "B L K E"],
-                     v_BLKE: Float[Array, "B L K E"]) -> Float[Array, "B L H E"]:
+                     v_BLKE: Float[Array, "B L K E"],
+                     kernel: str = "blocks") -> Float[Array, "B L H E"]:
   """Whole right-padded rows: a query sees the keys up to its own position.
 
-  Padding stands to the right of every real token, so causality alone hides it from them.
+  Padding stands to the right of every real token, so causality alone hides it from them. "blocks"
+  goes block by block of queries, so that keys behind a block cost nothing.
   """
+  if kernel == "cudnn":
+    return jax.nn.dot_product_attention(q_BLHE, k_BLKE, v_BLKE, is_causal=True,
+                                        implementation="cudnn")
   length = q_BLHE.shape[1]
-  visible = jnp.tril(jnp.ones((length, length), bool))[None, None, None]
-  return _attend(q_BLHE, k_BLKE, v_BLKE, visible)
+  q_BKRLE = _by_head(q_BLHE, k_BLKE.shape[2])
+  k_BKSE, v_BKSE = by_head(k_BLKE), by_head(v_BLKE)
+  block = max(_BLOCK, -(-length // 8))
+  edges = [*range(0, length, block), length]
+  return _by_position(jnp.concatenate([
+      kernels.attend(q_BKRLE[:, :, :, a:b], k_BKSE[:, :, :b], v_BKSE[:, :, :b],
+                     jnp.asarray(np.tri(b - a, b, a, dtype=bool))[None])
+      for a, b in zip(edges[:-1], edges[1:])], axis=3))
 
 
-def cached_attention(q_BLHE: Float[Array, "B L H E"], k_BSKE: Float[Array, "B S K E"],
-                     v_BSKE: Float[Array, "B S K E"],
-                     positions_BL: Int[Array, "B L"]) -> Float[Array, "B L H E"]:
-  """New tokens against a cache in which slot s holds position s: query p sees the slots up to p."""
-  slots = jnp.arange(k_BSKE.shape[1])[None, None, :]
-  visible_BLS = slots <= positions_BL[:, :, None]
-  return _attend(q_BLHE, k_BSKE, v_BSKE, visible_BLS[:, None, None])
+def attention_at(q_BLHE: Float[Array, "B L H E"], k_BKSE: Float[Array, "B K S E"],
+                 v_BKSE: Float[Array, "B K S E"],
+                 positions_BL: Int[Array, "B L"]) -> Float[Array, "B L H E"]:
+  """Queries at any positions against keys of which s stands at position s: p sees those up to p."""
+  visible_BLS = jnp.arange(k_BKSE.shape[2])[None, None, :] <= positions_BL[:, :, None]
+  q_BKRLE = _by_head(q_BLHE, k_BKSE.shape[1])
+  return _by_position(kernels.attend(q_BKRLE, k_BKSE, v_BKSE, visible_BLS))
 
 
-def _attend(q, k, v, visible):
-  """softmax(q k / sqrt(E)) v in float32, each key-value head shared by R query heads."""
-  batch, length, heads, size = q.shape
-  q = q.reshape(batch, length, k.shape[2], heads // k.shape[2], size)
-  scores = jnp.einsum("blkre,bske->bkrls", q, k, preferred_element_type=jnp.float32)
-  scores = jnp.where(visible, scores * np.float32(size**-0.5), np.float32(_MASKED))
-  weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-  out = jnp.einsum("bkrls,bske->blkre", weights, v)
-  return out.reshape(batch, length, heads, size)
+def by_head(x_BLKE: Float[Array, "B L K E"]) -> Float[Array, "B K L E"]:
+  """Keys or values with the positions of each head side by side, as `attention_at` reads them."""
+  return jnp.swapaxes(x_BLKE, 1, 2)
+
+
+def _by_head(q_BLHE, kv_heads):
+  """[B, L, H, E] -> [B, K, R, L, E]."""
+  batch, length, _, size = q_BLHE.shape
+  return q_BLHE.reshape(batch, length, kv_heads, -1, size).transpose(0, 2, 3, 1, 4)
+
+
+def _by_position(x_BKRLE):
+  """[B, K, R, L, E] -> [B, L, H, E]."""
+  batch, _, _, length, size = x_BKRLE.shape
+  return x_BKRLE.transpose(0, 3, 1, 2, 4).reshape(batch, length, -1, size)

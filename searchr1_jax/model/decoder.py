@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import Any, Mapping
+from typing import Any, Mapping, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from searchr1_jax.model import attention
+from searchr1_jax.model import attention, kernels, sharding
 from searchr1_jax.model.shapes import DecoderShape
 
 Params = Mapping[str, Any]
 
+_PRODUCT = "product"  # what the products of a layer with its kernels are called
 REMAT_POLICIES = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_only_these_names(_PRODUCT),
 }
 
 
@@ -34,8 +37,16 @@ REMAT_POLICIES = {
 class LayerCache:
   """Keys and values of one layer; slot s of a row holds that row's position s."""
 
-  k_BSKE: Float[Array, "B S K E"]
-  v_BSKE: Float[Array, "B S K E"]
+  k_BKSE: Float[Array, "B K S E"]
+  v_BKSE: Float[Array, "B K S E"]
+
+
+class Place(NamedTuple):
+  """Where the tokens of a call stand, for every layer alike; `rows_B` are rows of the cache."""
+
+  positions_BL: Int[Array, "B L"]
+  turn: attention.Rotation
+  rows_B: Int[Array, "B"] | None
 
 
 Cache = tuple[LayerCache, ...]
@@ -43,7 +54,7 @@ Cache = tuple[LayerCache, ...]
 
 def empty_cache(shape: DecoderShape, rows: int, slots: int, dtype: Any) -> Cache:
   """A cache of `rows` x `slots` positions, nothing in it."""
-  size = (rows, slots, shape.kv_heads, shape.head_size)
+  size = (rows, shape.kv_heads, slots, shape.head_size)
   return tuple(LayerCache(jnp.zeros(size, dtype), jnp.zeros(size, dtype))
                for _ in range(shape.layers))
 
@@ -90,49 +101,88 @@ class RMSNorm(nn.Module):
     return normed.astype(x.dtype) * scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
+class Linear(nn.Module):
+  """x · kernel (+ bias): contracts the last `inputs` axes of x; axes are named as in sharding.py."""
+
+  axes: tuple[str, ...]
+  outputs: tuple[int, ...]
+  dtype: Any
+  inputs: int = 1
+  use_bias: bool = False
+
+  @nn.compact
+  def __call__(self, x):
+    kernel = self.param("kernel", _init(self.axes), x.shape[-self.inputs:] + self.outputs,
+                        jnp.float32)
+    y = checkpoint_name(kernels.project(x.astype(self.dtype), kernel, self.inputs), _PRODUCT)
+    if not self.use_bias:
+      return y
+    zeros = nn.with_logical_partitioning(nn.initializers.zeros, self.axes[self.inputs:])
+    bias = self.param("bias", zeros, self.outputs, jnp.float32).astype(self.dtype)
+    return y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+
+
 class Attention(nn.Module):
   """Grouped-query attention with rotary positions; with a cache, new keys are written into it."""
 
   shape: DecoderShape
   dtype: Any
+  kernel: str
 
   @nn.compact
-  def __call__(self, x_BLD, positions_BL, cache: LayerCache | None, rows_B):
+  def __call__(self, x_BLD, place: Place, cache: LayerCache | None, kept_BP):
     s = self.shape
 
     def project(name, heads, axis):
-      return nn.DenseGeneral(
-          (heads, s.head_size), use_bias=s.qkv_bias, dtype=self.dtype, name=name,
-          kernel_init=_init(("width", axis, "head")),
-          bias_init=nn.with_logical_partitioning(nn.initializers.zeros, (axis, "head")))(x_BLD)
+      return Linear(("width", axis, "head"), (heads, s.head_size), self.dtype,
+                    use_bias=s.qkv_bias, name=name)
 
-    q_BLHE = project("q", s.heads, "heads")
-    k_BLKE = project("k", s.kv_heads, "kv_heads")
-    v_BLKE = project("v", s.kv_heads, "kv_heads")
+    turn = place.turn
+    k_BLKE = project("k", s.kv_heads, "kv_heads")(x_BLD)
+    v_BLKE = project("v", s.kv_heads, "kv_heads")(x_BLD)
+    if s.qk_norm:
+      k_BLKE = RMSNorm(s.norm_eps, "head", name="k_norm")(k_BLKE)
+    k_BLKE = attention.rotate(k_BLKE, turn)
+    if kept_BP is not None:
+      x_BLD, turn = take_positions((x_BLD, turn), kept_BP)
+    q_BLHE = project("q", s.heads, "heads")(x_BLD)
     if s.qk_norm:
       q_BLHE = RMSNorm(s.norm_eps, "head", name="q_norm")(q_BLHE)
-      k_BLKE = RMSNorm(s.norm_eps, "head", name="k_norm")(k_BLKE)
-    frequencies = attention.rope_frequencies(s)
-    q_BLHE = attention.rotate(q_BLHE, positions_BL, frequencies)
-    k_BLKE = attention.rotate(k_BLKE, positions_BL, frequencies)
-    if cache is None:
-      out_BLHE = attention.causal_attention(q_BLHE, k_BLKE, v_BLKE)
+    q_BLHE = attention.rotate(q_BLHE, turn)
+    if cache is not None:
+      cache = _write(cache, k_BLKE, v_BLKE, place)
+      out_BLHE = attention.attention_at(q_BLHE, *_read(cache, place.rows_B), place.positions_BL)
+    elif kept_BP is not None:
+      out_BLHE = attention.attention_at(q_BLHE, attention.by_head(k_BLKE),
+                                        attention.by_head(v_BLKE), kept_BP)
     else:
-      cache = _write(cache, k_BLKE, v_BLKE, positions_BL, rows_B)
-      read = (lambda x: x) if rows_B is None else (lambda x: jnp.take(x, rows_B, 0, mode="clip"))
-      out_BLHE = attention.cached_attention(q_BLHE, read(cache.k_BSKE), read(cache.v_BSKE),
-                                            positions_BL)
-    out_BLD = nn.DenseGeneral(s.width, axis=(-2, -1), use_bias=False, dtype=self.dtype, name="o",
-                              kernel_init=_init(("heads", "head", "width")))(out_BLHE)
+      out_BLHE = attention.causal_attention(q_BLHE, k_BLKE, v_BLKE, self.kernel)
+    out_BLD = Linear(("heads", "head", "width"), (s.width,), self.dtype, inputs=2,
+                     name="o")(out_BLHE)
     return out_BLD, cache
 
 
-def _write(cache: LayerCache, k_BLKE, v_BLKE, positions_BL, rows_B) -> LayerCache:
+def take_positions(tree: Any, kept_BP: Int[Array, "B P"]) -> Any:
+  """Of arrays [B, L, ...] the positions `kept_BP` of each row; beyond L stands for the last."""
+  def take(x):
+    return jnp.take_along_axis(x, kept_BP.reshape(kept_BP.shape + (1,) * (x.ndim - 2)), axis=1,
+                               mode="clip")
+
+  return jax.tree.map(take, tree)
+
+
+def _write(cache: LayerCache, k_BLKE, v_BLKE, place: Place) -> LayerCache:
   """Each new key and value goes to the slot of its position; what lies beyond the cache is dropped."""
-  rows_B = jnp.arange(positions_BL.shape[0]) if rows_B is None else rows_B
-  put = lambda old, new: old.at[rows_B[:, None], positions_BL].set(new.astype(old.dtype),
-                                                                   mode="drop")
-  return LayerCache(put(cache.k_BSKE, k_BLKE), put(cache.v_BSKE, v_BLKE))
+  rows_B = jnp.arange(k_BLKE.shape[0]) if place.rows_B is None else place.rows_B
+  put = lambda old, new: old.at[rows_B[:, None], :, place.positions_BL].set(
+      new.astype(old.dtype), mode="drop")
+  return LayerCache(put(cache.k_BKSE, k_BLKE), put(cache.v_BKSE, v_BLKE))
+
+
+def _read(cache: LayerCache, rows_B) -> tuple[Array, Array]:
+  """Keys and values of the rows that are continued."""
+  read = (lambda x: x) if rows_B is None else (lambda x: jnp.take(x, rows_B, 0, mode="clip"))
+  return read(cache.k_BKSE), read(cache.v_BKSE)
 
 
 class MLP(nn.Module):
@@ -143,74 +193,89 @@ class MLP(nn.Module):
 
   @nn.compact
   def __call__(self, x_BLD):
-    into = lambda name: nn.Dense(self.shape.mlp_width, use_bias=False, dtype=self.dtype, name=name,
-                                 kernel_init=_init(("width", "mlp")))(x_BLD)
-    return nn.Dense(self.shape.width, use_bias=False, dtype=self.dtype, name="down",
-                    kernel_init=_init(("mlp", "width")))(nn.silu(into("gate")) * into("up"))
+    into = lambda name: Linear(("width", "mlp"), (self.shape.mlp_width,), self.dtype, name=name)
+    hidden_BLM = kernels.swiglu(into("gate")(x_BLD), into("up")(x_BLD))
+    return Linear(("mlp", "width"), (self.shape.width,), self.dtype, name="down")(hidden_BLM)
 
 
 class Block(nn.Module):
-  """One pre-norm layer: attention, then MLP, each added to the stream."""
+  """One pre-norm layer: attention, then MLP, each added to the stream.
+
+  With `kept_BP` it computes those positions only, which still see all that stands before them.
+  """
 
   shape: DecoderShape
   dtype: Any
+  kernel: str
+  mesh: Mesh | None
 
   @nn.compact
-  def __call__(self, x_BLD, positions_BL, cache: LayerCache | None = None, rows_B=None):
+  def __call__(self, x_BLD, place: Place, cache: LayerCache | None = None, kept_BP=None):
     eps = self.shape.norm_eps
-    mixed, cache = Attention(self.shape, self.dtype, name="attention")(
-        RMSNorm(eps, name="attention_norm")(x_BLD), positions_BL, cache, rows_B)
-    x_BLD = x_BLD + mixed
+    x_BLD = sharding.spread_rows(self.mesh, x_BLD)
+    mixed, cache = Attention(self.shape, self.dtype, self.kernel, name="attention")(
+        RMSNorm(eps, name="attention_norm")(x_BLD), place, cache, kept_BP)
+    x_BLD = (x_BLD if kept_BP is None else take_positions(x_BLD, kept_BP)) + mixed
     x_BLD = x_BLD + MLP(self.shape, self.dtype, name="mlp")(RMSNorm(eps, name="mlp_norm")(x_BLD))
-    return x_BLD, cache
+    return sharding.spread_rows(self.mesh, x_BLD), cache
 
 
 class Decoder(nn.Module):
   """Ids to final hidden states, and hidden states to logits.
 
   `stacked`: parameters of the layers in one leading axis, run by a scan (whole rows only);
-  otherwise layer by layer, with or without a cache.
+  otherwise layer by layer, with or without a cache. `attention_kernel`: of whole rows; by the
+  device this runs on if None. `mesh`: where rows are spread, if they are.
   """
 
   shape: DecoderShape
   dtype: Any = jnp.float32
   stacked: bool = True
   remat: str = "none"
+  attention_kernel: str | None = None
+  mesh: Mesh | None = None
 
   def setup(self):
     s = self.shape
     self.embed = self.param("embed", _init(("vocab", "width")), (s.vocab_size, s.width), jnp.float32)
-    block = Block
+    block, kernel = Block, self.attention_kernel or attention.choose_kernel(
+        jax.default_backend(), self.dtype, s.head_size)
     if self.remat != "none":
       block = nn.remat(Block, policy=REMAT_POLICIES[self.remat], prevent_cse=not self.stacked)
     if self.stacked:
       scanned = nn.scan(
           block, variable_axes={"params": 0}, split_rngs={"params": True}, length=s.layers,
           in_axes=nn.broadcast, metadata_params={nn.PARTITION_NAME: "layers"})
-      self.layers = scanned(s, self.dtype)
+      self.layers = scanned(s, self.dtype, kernel, self.mesh)
     else:
-      self.layers = [block(s, self.dtype) for _ in range(s.layers)]
+      self.layers = [block(s, self.dtype, kernel, self.mesh) for _ in range(s.layers)]
     self.norm = RMSNorm(s.norm_eps)
     if not s.tied_embeddings:
       self.head = self.param("head", _init(("width", "vocab")), (s.width, s.vocab_size), jnp.float32)
 
   def __call__(self, ids_BL: Int[Array, "B L"], positions_BL: Int[Array, "B L"],
-               cache: Cache | None = None,
-               rows_B: Int[Array, "B"] | None = None) -> tuple[Float[Array, "B L D"], Cache | None]:
+               cache: Cache | None = None, rows_B: Int[Array, "B"] | None = None,
+               kept_BP: Int[Array, "B P"] | None = None
+               ) -> tuple[Float[Array, "B M D"], Cache | None]:
     """Hidden states after the last norm; with a cache, the cache with the new tokens in it.
 
     `rows_B`: the row of the cache that each row of `ids_BL` continues; its own number if None. A
-    token whose position (or row) lies beyond the cache is written nowhere.
+    token whose position (or row) lies beyond the cache is written nowhere. `kept_BP`: the places
+    of whole rows whose states are wanted, all if None.
     """
     x_BLD = jnp.take(self.embed, ids_BL, axis=0).astype(self.dtype)
+    turn = attention.rotation(positions_BL, attention.rope_frequencies(self.shape))
+    place = Place(positions_BL, turn, rows_B)
     if self.stacked:
       if cache is not None:
         raise ValueError("a cache needs unstacked layers: see unstack_layers")
-      x_BLD, _ = self.layers(x_BLD, positions_BL)
-      return self.norm(x_BLD), None
+      x_BLD, _ = self.layers(x_BLD, place)
+      return self.norm(x_BLD if kept_BP is None else take_positions(x_BLD, kept_BP)), None
     caches = []
     for i, layer in enumerate(self.layers):
-      x_BLD, layer_cache = layer(x_BLD, positions_BL, None if cache is None else cache[i], rows_B)
+      last = i == len(self.layers) - 1
+      x_BLD, layer_cache = layer(x_BLD, place, None if cache is None else cache[i],
+                                 kept_BP if last else None)
       caches.append(layer_cache)
     return self.norm(x_BLD), None if cache is None else tuple(caches)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -21,28 +23,92 @@ def target_logprobs(
 ) -> tuple[Float[Array, "B L"], Float[Array, "B L"] | None]:
   """log softmax(logits / temperature) at the targets, and the entropy (nats) where asked.
 
-  `chunk` positions at a time have their logits in memory, and they are computed again for the
-  gradient; ids from `allowed_vocab` on have probability 0, as they have when sampling.
+  `chunk` tokens (of all rows together) at a time have their logits in memory, and they are computed
+  again for the gradient; ids from `allowed_vocab` on have probability 0, as they have when sampling.
   """
-  kernel_params = {k: params[k] for k in ("embed", "head") if k in params}
-
-  def score(hidden_BCD, targets_BC):
-    logits_BCV = decoder.logits(kernel_params, hidden_BCD, allowed_vocab) / temperature
-    normalizer_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
-    picked_BC = jnp.take_along_axis(logits_BCV, targets_BC[..., None], axis=-1)[..., 0]
-    if not with_entropy:
-      return picked_BC - normalizer_BC, None
-    shares_BCV = jnp.exp(logits_BCV - normalizer_BC[..., None])
-    return picked_BC - normalizer_BC, normalizer_BC - jnp.sum(shares_BCV * logits_BCV, axis=-1)
-
+  kernels = {k: params[k] for k in ("embed", "head") if k in params}
+  kernel = kernels.get("head", kernels["embed"])
   length = targets_BL.shape[1]
-  if length <= chunk:
-    return score(hidden_BLD, targets_BL)
-  count = -(-length // chunk)
-  in_chunks = lambda x: jnp.moveaxis(
-      jnp.pad(x, ((0, 0), (0, count * chunk - length)) + ((0, 0),) * (x.ndim - 2)).reshape(
-          (x.shape[0], count, chunk) + x.shape[2:]), 1, 0)
-  _, out = jax.lax.scan(lambda _, xs: (None, jax.checkpoint(score)(*xs)), None,
-                        (in_chunks(hidden_BLD), in_chunks(targets_BL)))
-  whole = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], count * chunk)[:, :length]
-  return whole(out[0]), None if out[1] is None else whole(out[1])
+  count = -(-length * targets_BL.shape[0] // chunk)
+  size = -(-length // min(count, length))
+  count = -(-length // size)
+  pad = lambda x: jnp.pad(x, ((0, 0), (0, count * size - length)) + ((0, 0),) * (x.ndim - 2))
+  out = _score(kernel, pad(hidden_BLD), pad(targets_BL), jnp.float32(temperature),
+               ("head" not in params, allowed_vocab, count, with_entropy))
+  logprobs_BL, entropy_BL = (x if x is None else x[:, :length] for x in out)
+  return logprobs_BL, entropy_BL
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _score(kernel, hidden_BLD, targets_BL, temperature, how):
+  return _score_forward(kernel, hidden_BLD, targets_BL, temperature, how)[0]
+
+
+def _score_forward(kernel, hidden_BLD, targets_BL, temperature, how):
+  """The scores, and the normalizer and entropy of each position for the way back."""
+  _, _, count, with_entropy = how
+
+  def chunk(_, xs):
+    hidden_BCD, targets_BC = xs
+    logits_BCV, hit_BCV = _logits(kernel, hidden_BCD, targets_BC, temperature, how)
+    normalizer_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
+    picked_BC = jnp.sum(jnp.where(hit_BCV, logits_BCV, 0), axis=-1)
+    entropy_BC = None
+    if with_entropy:
+      shares_BCV = jnp.exp(logits_BCV - normalizer_BC[..., None])
+      entropy_BC = normalizer_BC - jnp.sum(shares_BCV * logits_BCV, axis=-1)
+    return None, (picked_BC - normalizer_BC, entropy_BC, normalizer_BC)
+
+  _, out = jax.lax.scan(chunk, None, _split((hidden_BLD, targets_BL), count), unroll=count == 1)
+  logprobs_BL, entropy_BL, normalizer_BL = _join(out)
+  return (logprobs_BL, entropy_BL), (
+      kernel, hidden_BLD, targets_BL, temperature, entropy_BL, normalizer_BL)
+
+
+def _score_backward(how, kept, slopes):
+  """d log p / d logit = hit - p and dH / d logit = -p (log p + H), through logits made again."""
+  kernel, hidden_BLD, targets_BL, temperature, entropy_BL, normalizer_BL = kept
+  tied, _, count, with_entropy = how
+
+  def chunk(dkernel_DV, xs):
+    hidden_BCD, targets_BC, entropy_BC, normalizer_BC, dlogprobs_BC, dentropy_BC = xs
+    logits_BCV, hit_BCV = _logits(kernel, hidden_BCD, targets_BC, temperature, how)
+    logprobs_BCV = logits_BCV - normalizer_BC[..., None]
+    slope_BC = dlogprobs_BC[..., None]
+    if with_entropy:
+      slope_BC = slope_BC + dentropy_BC[..., None] * (logprobs_BCV + entropy_BC[..., None])
+    dlogits_BCV = jnp.where(hit_BCV, dlogprobs_BC[..., None], 0) - jnp.exp(logprobs_BCV) * slope_BC
+    dlogits_BCV = (dlogits_BCV / temperature).astype(hidden_BCD.dtype)
+    dhidden_BCD = jnp.einsum("bcv,vd->bcd" if tied else "bcv,dv->bcd", dlogits_BCV,
+                             kernel.astype(hidden_BCD.dtype))
+    dkernel_DV += jnp.einsum("bcd,bcv->dv", hidden_BCD, dlogits_BCV,
+                             preferred_element_type=kernel.dtype)
+    return dkernel_DV, dhidden_BCD
+
+  chunks = _split((hidden_BLD, targets_BL, entropy_BL, normalizer_BL, *slopes), count)
+  empty_DV = jnp.zeros_like(kernel.T if tied else kernel)
+  dkernel_DV, dhidden = jax.lax.scan(chunk, empty_DV, chunks, unroll=count == 1)
+  return (dkernel_DV.T if tied else dkernel_DV), _join(dhidden), None, jnp.zeros_like(temperature)
+
+
+_score.defvjp(_score_forward, _score_backward)
+
+
+def _logits(kernel, hidden_BCD, targets_BC, temperature, how):
+  """Float32 logits / temperature, and where the target stands."""
+  tied, allowed_vocab, _, _ = how
+  params = {"embed": kernel} if tied else {"head": kernel}
+  logits_BCV = decoder.logits(params, hidden_BCD, allowed_vocab) / temperature
+  ids_V = jnp.arange(logits_BCV.shape[-1], dtype=targets_BC.dtype)
+  return logits_BCV, targets_BC[..., None] == ids_V[None, None]
+
+
+def _split(tree, count: int):
+  """[B, count · C, ...] -> [count, B, C, ...], for a scan."""
+  return jax.tree.map(lambda x: jnp.moveaxis(
+      x.reshape(x.shape[0], count, -1, *x.shape[2:]), 1, 0), tree)
+
+
+def _join(tree):
+  """The inverse of `_split`."""
+  return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:]), tree)

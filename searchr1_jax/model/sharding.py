@@ -11,6 +11,7 @@ import numpy as np
 from searchr1_jax.types import UserError
 
 MESH_AXES = ("data", "fsdp", "tensor")
+MEMORIES = ("device", "pinned_host")
 
 # Logical axis of a parameter → mesh axis. Policy, value and reference share it.
 RULES: Mapping[str, str | None] = {
@@ -48,36 +49,43 @@ _AXES: Mapping[tuple[str, ...], tuple[str, ...]] = {
 
 
 def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
-  """A mesh of the first data · fsdp · tensor devices."""
+  """A mesh of the first data · fsdp · tensor devices; of all of them, where processes share it."""
   sizes = dict(zip(MESH_AXES, (data, fsdp, tensor)))
-  wanted, there = data * fsdp * tensor, len(jax.devices())
-  if min(sizes.values()) < 1 or wanted > there:
-    raise UserError(f"mesh {sizes} needs {wanted} devices, there are {there}; change "
+  wanted, there, processes = data * fsdp * tensor, len(jax.devices()), jax.process_count()
+  if min(sizes.values()) < 1 or wanted > there or processes > 1 and wanted < there:
+    among = f" in {processes} processes, all of them to be used" if processes > 1 else ""
+    raise UserError(f"mesh {sizes} needs {wanted} devices, there are {there}{among}; change "
                     "--config.mesh.data, .fsdp or .tensor")
   return Mesh(np.array(jax.devices()[:wanted]).reshape(data, fsdp, tensor), MESH_AXES)
 
 
-def parameter_shardings(mesh: Mesh, params: Any) -> Any:
+def parameter_shardings(mesh: Mesh, params: Any, memory: str = "device") -> Any:
   """The sharding of each parameter (or optimizer moment: its path ends like the parameter's).
 
   An axis that a mesh axis does not divide is replicated, as key-value heads often must be.
+  `memory`: one of `MEMORIES`; scalars always live on the devices.
   """
   def of(path, leaf):
     names = tuple(str(p.key) for p in path if hasattr(p, "key"))
     axes = _AXES.get(names[-2:]) or _AXES.get(names[-1:])
+    kind = memory if leaf.ndim else "device"
     if axes is None or leaf.ndim not in (len(axes), len(axes) + 1):
-      return NamedSharding(mesh, PartitionSpec())
+      return NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
     axes = ("layers",) * (leaf.ndim - len(axes)) + axes
-    return NamedSharding(mesh, _spec(mesh, [RULES[a] for a in axes], leaf.shape))
+    return NamedSharding(mesh, _spec(mesh, [RULES[a] for a in axes], leaf.shape), memory_kind=kind)
 
   return jax.tree_util.tree_map_with_path(of, params)
 
 
 def put_batch(mesh: Mesh, batch: Any) -> Any:
-  """Rows spread over `data` and `fsdp`; everything else about a row stays together."""
+  """Rows spread over `data` and `fsdp`; everything else about a row stays together.
+
+  Every process has the whole batch on its host and takes the rows of its own devices.
+  """
   rows = tuple(a for a in ("data", "fsdp") if mesh.shape[a] > 1)
   sharding = NamedSharding(mesh, PartitionSpec(rows) if rows else PartitionSpec())
-  return jax.device_put(batch, sharding)
+  return jax.tree.map(
+      lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), batch)
 
 
 def constrain(mesh: Mesh | None, params: Any) -> Any:
@@ -85,6 +93,27 @@ def constrain(mesh: Mesh | None, params: Any) -> Any:
   if mesh is None:
     return params
   return jax.lax.with_sharding_constraint(params, parameter_shardings(mesh, params))
+
+
+def spread_rows(mesh: Mesh | None, x: jax.Array, *axes: str | None) -> jax.Array:
+  """Inside a jitted function: rows of activations over `data` and `fsdp`, as `put_batch` has them.
+
+  `axes`: the logical axes behind the rows, None for those that stay whole. Without this the
+  compiler may gather all rows on every device to save the gathering of a sharded kernel.
+  """
+  if mesh is None:
+    return x
+  rows = tuple(a for a in ("data", "fsdp") if mesh.shape[a] > 1) or None
+  sizes = x.shape[1 : 1 + len(axes)]
+  rest = _spec(mesh, [RULES[a] if a else None for a in axes], sizes)
+  return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(rows, *rest)))
+
+
+def to_memory(mesh: Mesh | None, params: Any, memory: str = "device") -> Any:
+  """Inside a jitted function: copies parameters or moments between the devices and their host."""
+  if mesh is None:
+    return params
+  return jax.device_put(params, parameter_shardings(mesh, params, memory))
 
 
 def _spec(mesh: Mesh, axes: Sequence[str | None], sizes: Sequence[int]) -> PartitionSpec:

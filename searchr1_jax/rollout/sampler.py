@@ -102,7 +102,7 @@ def prefill(params: decoder.Params, state: SamplerState, inserts: Inserts, *,
             shape: DecoderShape, dtype: Any) -> SamplerState:
   """Puts tokens into rows: ragged, each row at its own position; keeps last-token states only."""
   rows_R, counts_R = inserts.rows_R, inserts.counts_R
-  slots = state.cache[0].k_BSKE.shape[1]
+  slots = state.cache[0].k_BKSE.shape[2]
   column_1C = jnp.arange(inserts.ids_RC.shape[1])[None, :]
   real_RC = column_1C < counts_R[:, None]
   positions_RC = jnp.where(real_RC, inserts.starts_R[:, None] + column_1C, slots)
@@ -137,7 +137,7 @@ def decode(params: decoder.Params, state: SamplerState, next_state_SV: Int[Array
   is addressed by it, the row's `seeds` (question, sample) and its position.
   """
   module = decoder.Decoder(shape, dtype, stacked=False)
-  slots = state.cache[0].k_BSKE.shape[1]
+  slots = state.cache[0].k_BKSE.shape[2]
   batch = state.active_B.shape[0]
   row_keys = jax.vmap(lambda seed: jax.random.fold_in(jax.random.fold_in(key, seed[0]), seed[1]))(
       state.seeds_BM)
