@@ -3,7 +3,10 @@
 python -m searchr1_jax.train --config=configs/grpo_tiny.py --workdir=runs/tiny
 
 Any key of the config can be overridden: --config.algo.kl_coef=0.01; configs/base.py has them all.
-The same command again resumes from the newest whole checkpoint in the workdir.
+The same command again resumes from the newest whole checkpoint in the workdir, on other devices too
+(--config.mesh). Several processes share a run and its workdir: start the command in each, with
+--coordinator=HOST:PORT --processes=2 --process=0 (and 1), or with --distributed under Slurm, Open
+MPI or on a TPU pod.
 """
 
 from __future__ import annotations
@@ -27,13 +30,11 @@ from retriever.protocol import RetrievalError
 from searchr1_jax.algo import advantages, collate, schedules, update
 from searchr1_jax.model import sharding, value
 from searchr1_jax.rollout import drive, sampler
-from searchr1_jax.run import (checkpoint, cli, data, disk, evaluation, metrics as measures, setup,
-                              writers)
+from searchr1_jax.run import (checkpoint, cli, data, disk, distributed, evaluation,
+                              metrics as measures, setup, writers)
 from searchr1_jax.types import Question, Score, StopReason, Trajectory, UserError
 
 EVALUATION_DRAW = 2**31 - 1  # the "step" that addresses the randomness of sampled evaluations
-METRICS_FILE = "metrics.jsonl"
-SHOWN = ("reward", "em", "searches", "response_tokens", "kl_ref", "eval/em", "seconds/step")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,8 @@ class Trainer:
   def __init__(self, config: ml_collections.ConfigDict, workdir: pathlib.Path):
     self.mesh = setup.mesh(config)
     self.shapes, self.weighting = setup.batch_shapes(config), setup.weighting(config)
-    self.config = c = setup.prepare_world(config, workdir)
+    distributed.on_leader(lambda: setup.prepare_world(config, workdir))
+    self.config = c = setup.prepare_world(config, workdir)  # finds what the leader has made
     self.model = setup.open_policy(c)
     self.search: SearchEngine = setup.open_search(c)
     self.train_questions = setup.load_questions(tuple(c.data.train))
@@ -71,9 +73,13 @@ class Trainer:
     self.test_questions = (setup.load_questions(tuple(c.data.test), c.eval.questions)
                            if c.data.test else [])
     self.needs_value = c.algo.name == "ppo"
-    score_policy, score_value = setup.scorers(c, self.model)
-    self.score_tokens = jax.jit(lambda params, batch: score_policy(params, batch, False).logprobs_BL)
+    score_policy, score_value = setup.scorers(c, self.model, self.mesh)
+    self.score_tokens = jax.jit(lambda params, b: score_policy(params, b, False).logprobs_BL)
     self.score_values = jax.jit(score_value)
+    self.score_reference = self.score_tokens
+    if c.model.reference_memory != "device":
+      self.score_reference = jax.jit(lambda params, b: score_policy(
+          sharding.to_memory(self.mesh, params), b, False).logprobs_BL)
     settings = setup.policy_settings(c)
     with_entropy = settings.entropy_coef != 0
 
@@ -85,21 +91,22 @@ class Trainer:
       return update.value_objective(score_value(params, batch), batch, targets, c.algo.value_clip)
 
     self.optimizer = setup.optimizer(c)
-    self.policy_learner = update.Learner(policy_objective, self.optimizer, self.mesh)
-    self.value_learner = update.Learner(value_objective, self.optimizer, self.mesh)
-    base = self.model.load_params()
-    self.base = jax.device_put(base, sharding.parameter_shardings(self.mesh, base))
-    self.reference = self.base if c.algo.kl_coef else None
+    where = dict(mesh=self.mesh, moments_memory=c.optimizer.moments_memory)
+    self.start = functools.partial(update.init_train_state, optimizer=self.optimizer, **where)
+    self.policy_learner = update.Learner(policy_objective, self.optimizer, **where)
+    self.value_learner = update.Learner(value_objective, self.optimizer, **where)
+    self.base = self.model.load_params(self.mesh)
+    self.reference = setup.reference(c, self.base, self.mesh)
     # What a resumed run must find unchanged.
     self.fingerprints = {
         "search engine": self.search.fingerprint, "tokenizer": self.model.tokenizer.fingerprint,
-        "base model": checkpoint.fingerprint(base, str(self.model.shape)),
+        "base model": checkpoint.fingerprint(self.base, str(self.model.shape)),
         "set of questions": data.fingerprint(self.train_questions)}
+    distributed.refuse_differences(self.fingerprints)
 
   def initial_state(self) -> RunState:
     """Step 0: the base model; a value model, where there is one, with the same backbone."""
-    start = lambda params: update.init_train_state(params, self.optimizer, self.mesh)
-    c = self.config
+    c, start = self.config, self.start
     warmup = {name: schedules.warmup_steps(share, c.steps) for name, share in (
         ("policy", c.optimizer.policy_warmup), ("value", c.optimizer.value_warmup))}
     host = {"cursor": 0, "kl_coef": float(c.algo.kl_coef), "bad_updates": 0, "skipped": 0,
@@ -147,7 +154,7 @@ class Trainer:
              for q in questions for g in range(c.algo.group_size)]
     key = jax.random.fold_in(jax.random.key(c.seed), step)
     for _ in range(c.limits.lost_batches):
-      trajectories, stats = drive.rollout(
+      trajectories, stats = distributed.rollout(
           self.model.engine, state.policy.params, tasks, self.model.rules, self.search,
           how=setup.training_sampling(c), key=key)
       _, rows = self.compare(trajectories, np.zeros(len(tasks), np.float32))
@@ -184,7 +191,7 @@ class Trainer:
   def score(self, state: RunState, batch) -> update.Scored:
     """Log-probs and values of a batch's tokens before any update."""
     old = self.score_tokens(state.policy.params, batch)
-    ref = old if self.reference is None else self.score_tokens(self.reference, batch)
+    ref = old if self.reference is None else self.score_reference(self.reference, batch)
     values = (self.score_values(state.value.params, batch) if state.value
               else jnp.zeros_like(old))
     return update.Scored(old, ref, values)
@@ -236,17 +243,22 @@ class Trainer:
 
 
 def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
-  """Trains until `config.steps`, resuming what the workdir holds; returns the summary."""
+  """Trains until `config.steps`, resuming what the workdir holds; returns the summary.
+
+  Every process calls it on the same config, and a workdir that they share.
+  """
   setup.check(config)
-  with disk.locked(workdir):
-    if (workdir / cli.CONFIG_FILE).is_file():
-      _refuse_other_run(config, workdir)
+  distributed.refuse_differences({"config": config.to_json(), "workdir": str(workdir)})
+  with contextlib.ExitStack() as held:
+    distributed.on_leader(lambda: held.enter_context(disk.locked(workdir)))
+    distributed.on_leader(lambda: _refuse_other_run(config, workdir))
     stop = checkpoint.StopFlag().install()
     trainer = Trainer(config, workdir)
-    cli.save_config(workdir, config)
+    distributed.on_leader(lambda: cli.save_config(workdir, config))
     summary = _run(trainer, workdir, stop)
-    disk.write_json(workdir / "summary.json", summary)
-  _show(rich.console.Console(), summary, workdir)
+    distributed.on_leader(lambda: disk.write_json(workdir / "summary.json", summary))
+  if distributed.is_leader():
+    _show(rich.console.Console(), summary, workdir)
   return summary
 
 
@@ -255,11 +267,14 @@ def _run(trainer: Trainer, workdir: pathlib.Path, stop: checkpoint.StopFlag) -> 
   c = trainer.config
   saves = checkpoint.Checkpointer(workdir / "checkpoints", c.checkpoint.keep, c.checkpoint.best)
   state, done = _restore(trainer, saves)
+  trainer.base = None  # only the first state is made of it
   if "before" not in state.host:
     state = state.noting(before=_measure(trainer, state, c))
   began, spent, metric = time.monotonic(), measures.Clock(), None
-  with contextlib.closing(Diary(workdir, c, trainer, done)) as diary:
-    for earlier in writers.read_lines(workdir / METRICS_FILE):  # of the run before it was resumed
+  with contextlib.ExitStack() as held:
+    diary = distributed.on_leader(lambda: held.enter_context(contextlib.closing(writers.Diary(
+        workdir, c, trainer.model.tokenizer.decode, done))))
+    for earlier in diary.earlier if diary else ():  # steps, before the run was resumed
       spent.add(earlier)
     resumed_after = spent.seconds.get("step", 0.0)
     try:
@@ -267,11 +282,15 @@ def _run(trainer: Trainer, workdir: pathlib.Path, stop: checkpoint.StopFlag) -> 
         _heed(stop, done)
         state, found, episodes = trainer.step(state, done)
         done += 1  # from here on `state` is that of the next step
-        state = _guard(state, c, done)
+        state, failed = _guard(state, c, done), None
         try:
           found |= _evaluate_between(trainer, state, c, done)
-        finally:  # the step has been taken, whatever becomes of the evaluation
-          diary.write(done - 1, found, episodes)
+        except RetrievalError as error:
+          failed = error
+        # The step has been taken, whatever became of the evaluation.
+        distributed.on_leader(lambda: diary.write(done - 1, found, episodes))
+        if failed:
+          raise failed
         metric = found.get("eval/em")
         if done % c.checkpoint.every == 0 and done < c.steps:
           saves.save(done, state.to_checkpoint(), metric)
@@ -289,39 +308,16 @@ def _run(trainer: Trainer, workdir: pathlib.Path, stop: checkpoint.StopFlag) -> 
   return _summary(state, c, seconds, spent)
 
 
-class Diary:
-  """Where a run's numbers and sample episodes go."""
-
-  def __init__(self, workdir: pathlib.Path, c, trainer: Trainer, first: int):
-    board = ([writers.TensorBoardWriter(workdir / "tensorboard", first)]
-             if c.log.tensorboard else [])
-    self._numbers = writers.MultiWriter(
-        writers.JsonlWriter(workdir / METRICS_FILE, first), *board,
-        writers.ProgressWriter(c.steps, SHOWN))
-    self._episodes = writers.TrajectoryWriter(workdir, trainer.model.tokenizer.decode, first)
-    self._count = c.log.trajectories
-
-  def write(self, step: int, found: dict, episodes: list[tuple[Trajectory, Score]]) -> None:
-    self._numbers.write(step, found)
-    shown = episodes[: self._count]
-    self._episodes.write(step, [t for t, _ in shown], [s for _, s in shown])
-
-  def close(self) -> None:
-    try:
-      self._numbers.close()
-    finally:
-      self._episodes.close()
-
-
-def _restore(trainer: Trainer, saves: checkpoint.Checkpointer) -> tuple[RunState, int]:
+def _restore(trainer: Trainer, saves: checkpoint.CheckpointReader) -> tuple[RunState, int]:
   """The newest whole checkpoint, or the beginning."""
   state = trainer.initial_state()
-  found = saves.restore_newest_whole(
-      {"arrays": jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-                              state.to_checkpoint()["arrays"])})
-  if found is None:
+  if not saves.steps():
     return state, 0
-  step, saved = found
+  wanted = {"arrays": jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+      state.to_checkpoint()["arrays"])}
+  del state  # makes room for the one that is read
+  step, saved = saves.restore_newest_whole(wanted)
   host, steps = saved["host"], trainer.config.steps
   if step > steps:
     raise UserError(f"the run has done {step} steps already, config.steps is {steps}; set it to "
@@ -336,18 +332,21 @@ def _restore(trainer: Trainer, saves: checkpoint.Checkpointer) -> tuple[RunState
                       "the old one back, or start in an empty workdir")
   if step < steps:
     host.pop("after", None)  # a finished run goes on: what it came to is measured again
-  print(f"found a checkpoint after step {step}; going on from there", flush=True)
+  if distributed.is_leader():
+    print(f"found a checkpoint after step {step}; going on from there", flush=True)
   return RunState.from_checkpoint(saved), step
 
 
 def _heed(stop: checkpoint.StopFlag, done: int) -> None:
-  if stop:
+  if distributed.any_process(bool(stop)):  # all of them then stop here
     raise cli.Stopped(f"stopped by a signal after step {done}; the same command goes on from there")
 
 
 def _refuse_other_run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> None:
-  """A workdir belongs to one run: only its length and its records may change on the way."""
-  free = ("steps", "eval", "checkpoint", "log", "limits")
+  """A workdir belongs to one run: only its length, records and devices may change on the way."""
+  if not (workdir / cli.CONFIG_FILE).is_file():
+    return
+  free = ("steps", "eval", "checkpoint", "log", "limits", "mesh")
   differ = [f"{key} {change}" for key, change in
             cli.differences(cli.load_config(workdir), config).items()
             if key.split(".")[1] not in free]
@@ -419,11 +418,13 @@ def main(words: Sequence[str]) -> None:
   def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("workdir", None, "the run's folder; resumed if it holds a run",
                         flag_values=values)
+    distributed.define_flags(values)
     cli.define_config(values, words, cli.base_config())
 
   values, _ = cli.parse(words, define)
   if not values.workdir:
     raise UserError("no folder for the run; give one as --workdir=runs/NAME")
+  distributed.start(values)
   train(values.config, pathlib.Path(values.workdir))
 
 

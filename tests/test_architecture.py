@@ -26,9 +26,11 @@ FLOORS = {
     "searchr1_jax.model.sharding": 1, "searchr1_jax.model.shapes": 1,
     "searchr1_jax.rollout.episode": 1, "searchr1_jax.rollout.stops": 1, "retriever.fusion": 1,
 
-    "searchr1_jax.model.attention": 2, "searchr1_jax.model.decoder": 2.1,
+    "searchr1_jax.model.folders": 2,
+    "searchr1_jax.model.kernels": 1, "searchr1_jax.model.attention": 2, "searchr1_jax.model.decoder": 2.1,
     "searchr1_jax.model.logprobs": 2.2, "searchr1_jax.model.value": 2.2,
     "searchr1_jax.text.tokenizer": 2, "searchr1_jax.run.data": 2, "searchr1_jax.run.disk": 2,
+    "searchr1_jax.run.digest": 2, "searchr1_jax.run.host": 2,
     "searchr1_jax.worlds": 2.5,
     "retriever.manifest": 2, "retriever.corpus": 2,
     "retriever.encoders": 2.1, "retriever.bm25": 2.1,
@@ -40,10 +42,10 @@ FLOORS = {
 
     "searchr1_jax.rollout.engine": 4, "searchr1_jax.testing": 4,
 
-    "searchr1_jax.rollout.drive": 5, "searchr1_jax.run.checkpoint": 5,
-    "searchr1_jax.run.writers": 5, "searchr1_jax.run.distributed": 5, "searchr1_jax.run.cli": 5.1,
-    "searchr1_jax.run.evaluation": 5.1, "searchr1_jax.run.metrics": 5.1,
-    "searchr1_jax.run.setup": 5.2, "searchr1_jax.run.load": 5.3,
+    "searchr1_jax.rollout.drive": 5, "searchr1_jax.run.writers": 5,
+    "searchr1_jax.run.distributed": 5.1, "searchr1_jax.run.checkpoint": 5.2,
+    "searchr1_jax.run.cli": 5.2, "searchr1_jax.run.evaluation": 5.2,
+    "searchr1_jax.run.metrics": 5.2, "searchr1_jax.run.setup": 5.3, "searchr1_jax.run.load": 5.4,
 
     "searchr1_jax.train": 6, "searchr1_jax.evaluate": 6, "searchr1_jax.ask": 6,
     "searchr1_jax.sft": 6, "searchr1_jax.make_world": 6, "searchr1_jax.plan": 6,

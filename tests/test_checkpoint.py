@@ -92,7 +92,9 @@ def mutate(folder: pathlib.Path, rng: random.Random) -> str:
   elif how == "digest":
     (path,) = folder.glob("record/*.json")
     text = path.read_text()
-    at = text.index('"sha256"') + 12 + rng.randrange(60)
+    # The seal's, or that of a leaf; both as `"name": "hexadecimal digits"`.
+    name, digits = rng.choice((('"sha256": "', 64), ('"digest": "', 32)))
+    at = text.index(name) + len(name) + rng.randrange(digits)
     data = (text[:at] + ("0" if text[at] != "0" else "1") + text[at + 1:]).encode()
   path.write_bytes(data)
   if how == "delete":
@@ -146,6 +148,21 @@ def test_all_damaged_is_an_error_that_lists_each_and_touches_nothing(three):
   with pytest.raises(UserError, match="(?s)step 3: .*step 2: .*step 1: "):
     saver.restore_newest_whole(state_of(0))
   assert saver.steps() == [1, 2, 3]
+
+
+def test_a_record_of_an_earlier_version_is_refused_in_words(three, monkeypatch):
+  older = checkpoint.CheckpointReader._record
+
+  def with_other_digests(self, step):
+    body = older(self, step)
+    leaves = {name: {"sha256" if k == "digest" else k: v for k, v in entry.items()}
+              for name, entry in body["leaves"].items()}
+    return body | {"leaves": leaves}
+
+  monkeypatch.setattr(checkpoint.CheckpointReader, "_record", with_other_digests)
+  with pytest.raises(UserError, match="step 3 was made by an earlier version of this program"):
+    checkpoint.Checkpointer(three).restore_newest_whole(state_of(0))
+  assert checkpoint.Checkpointer(three).steps() == [1, 2, 3]
 
 
 def test_another_architecture_is_refused_and_is_not_damage(three):

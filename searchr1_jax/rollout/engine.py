@@ -66,19 +66,23 @@ class Written:
   sampler_logprobs: tuple[float, ...]
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
-def lay_out(params: decoder.Params, dtype: Any) -> decoder.Params:
-  """Parameters for decoding: cast once, layer by layer, so that the loop slices none."""
-  cast = jax.tree.map(lambda x: x.astype(dtype), params)
-  return decoder.unstack_layers(cast)
+@functools.partial(jax.jit, static_argnames=("dtype", "whole"))
+def lay_out(params: decoder.Params, dtype: Any,
+            whole: jax.sharding.NamedSharding | None = None) -> decoder.Params:
+  """Parameters for decoding: cast once, layer by layer, so that the loop slices none.
+
+  `whole` brings them together on every device of the mesh that they were spread over.
+  """
+  laid = decoder.unstack_layers(jax.tree.map(lambda x: x.astype(dtype), params))
+  return laid if whole is None else jax.lax.with_sharding_constraint(laid, whole)
 
 
-def _beside(params: decoder.Params) -> jax.sharding.Sharding:
-  """Whole on every device that holds a part of the parameters."""
-  sharding = jax.tree.leaves(params)[0].sharding
-  if isinstance(sharding, jax.sharding.NamedSharding):
-    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-  return sharding
+def _on_one_device(params: decoder.Params, dtype: Any) -> decoder.Params:
+  """Laid out on one device of this process, which then needs no other process to decode."""
+  spread = jax.tree.leaves(params)[0].sharding
+  whole = (jax.sharding.NamedSharding(spread.mesh, jax.sharding.PartitionSpec())
+           if isinstance(spread, jax.sharding.NamedSharding) else None)
+  return jax.tree.map(lambda x: x.addressable_data(0), lay_out(params, dtype, whole))
 
 
 class Engine:
@@ -104,7 +108,7 @@ class Engine:
 
   def begin(self, params: decoder.Params, key: Array, how: sampler.Sampling) -> None:
     """Starts a rollout: lays the parameters out; rows are empty, counters at 0."""
-    self._params = lay_out(params, self.dtype)
+    self._params = _on_one_device(params, self.dtype)
     self._key, self._how = key, how
     s = self.shapes
     state = self._state
@@ -113,7 +117,7 @@ class Engine:
     # Placed where the parameters are: a state of another placement would compile once more.
     self._state = jax.device_put(
         dataclasses.replace(state, active_B=np.zeros(s.rows, bool), prefilled=np.int32(0),
-                            generated=np.int32(0)), _beside(self._params))
+                            generated=np.int32(0)), jax.tree.leaves(self._params)[0].sharding)
     self._lengths[:] = 0
 
   def end(self) -> None:

@@ -1,8 +1,10 @@
 """A run's state on disk: whole or not at all, and never silently wrong. Orbax lives in this file.
 
 Orbax makes a step appear atomically, but restores flipped bits without a word and does not fall
-back. So every step also holds a record: the SHA-256, shape and dtype of each leaf, the host part of
-the state, and a seal over all of that. A restore that does not match its record is damage.
+back. So every step also holds a record: digest, shape and dtype of each leaf, the host part of the
+state, and a seal over all of that. A restore that does not match its record is damage. Digests are
+computed where the leaves live and do not depend on their layout, so a step can be restored on other
+devices. Several processes call everything here together, on a file system that they share.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ import warnings
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from searchr1_jax.run import digest, distributed
 from searchr1_jax.run.disk import StorageError
 from searchr1_jax.types import UserError
 
@@ -82,7 +84,10 @@ class CheckpointReader:
     self._metrics: dict[int, float | None] = {}
 
   def steps(self) -> list[int]:
-    """The steps on disk, oldest first, whether whole or not."""
+    """The steps on disk, oldest first, whether whole or not; as process 0 sees them."""
+    return distributed.from_leader(self._listed)
+
+  def _listed(self) -> list[int]:
     if not self._folder.is_dir():
       return []
     found = (_STEP.fullmatch(p.name) for p in self._folder.iterdir())
@@ -130,42 +135,38 @@ class CheckpointReader:
     return self._folder / f"step_{step:08d}"
 
   def _load(self, step: int, abstract: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads and verifies one step; all processes agree on whether it is whole."""
-    result: dict[str, Any] | _Damaged
-    try:
-      record = self._record(step)
-      wanted = _named(abstract["arrays"])
-      _refuse_other_structure(step, record["leaves"], wanted)
-      targets = {name: _target(leaf) for name, leaf in wanted.items()}
-      arrays = self._read(step, {"arrays": targets})["arrays"]
-      for name, leaf in arrays.items():
-        if _describe(leaf) != record["leaves"][name]:
-          raise _Damaged(name, "its numbers are not those that were saved")
-      ordered = [arrays[name] for name in wanted]
-      tree = jax.tree.unflatten(jax.tree.structure(abstract["arrays"]), ordered)
-      result = {"arrays": tree, "host": record["host"]}
-    except _Damaged as damage:
-      result = damage
-    whole = not isinstance(result, _Damaged)
-    if jax.process_count() > 1:
-      whole = bool(multihost_utils.process_allgather(np.array(whole)).all())
-    if not whole:
-      raise result if isinstance(result, _Damaged) else _Damaged("(arrays)", "on another process")
-    return result
+    """Reads and verifies one step."""
+    record = self._record(step)
+    wanted = _named(abstract["arrays"])
+    _refuse_other_structure(step, record["leaves"], wanted)
+    targets = {name: _target(leaf) for name, leaf in wanted.items()}
+    arrays = self._read(step, {"arrays": targets})["arrays"]
+    for name, found in _describe({n: arrays[n] for n in wanted}).items():
+      if found != record["leaves"][name]:
+        raise _Damaged(name, "its numbers are not those that were saved")
+    ordered = [arrays[name] for name in wanted]
+    tree = jax.tree.unflatten(jax.tree.structure(abstract["arrays"]), ordered)
+    return {"arrays": tree, "host": record["host"]}
 
   def _read(self, step: int, abstract: Mapping[str, Any]) -> dict[str, Any]:
+    """What Orbax reads, on all processes; where one of them fails, none goes on with the rest."""
+    found, damage = None, None
     with _quiet():
       try:
         with _orbax():
-          return ocp.load_checkpointables(self._path(step), abstract)
+          found = ocp.load_checkpointables(self._path(step), abstract)
       except _READ_ERRORS as error:
         root = _root_of(error)
         why = f"{type(root).__name__}: {' '.join(str(root).split())[:200]}"
         names = abstract.get("arrays") or ()
         named = next((n for n in names if f'"{n}/' in str(root)), f"({', '.join(abstract)})")
-      time.sleep(0.1)  # what the failed read left unfinished ends here, unheard
-      gc.collect()
-    raise _Damaged(named, why)
+        damage = _Damaged(named, why)
+      if damage:
+        time.sleep(0.1)  # what the failed read left unfinished ends here, unheard
+        gc.collect()
+    if distributed.any_process(damage is not None):
+      raise damage or _Damaged(f"({', '.join(abstract)})", "another process could not read it")
+    return found
 
   def _record(self, step: int) -> dict[str, Any]:
     record = self._read(step, {"record": None})["record"]
@@ -212,7 +213,7 @@ class Checkpointer(CheckpointReader):
     self._check_space(leaves)
     metric = None if metric is None or not math.isfinite(metric) else float(metric)
     record = _sealed({"step": step, "metric": metric, "host": _checked_json(state["host"]),
-                      "leaves": {name: _describe(leaf) for name, leaf in leaves.items()}})
+                      "leaves": _describe(leaves)})
     self._remove(step)
     try:
       with _orbax():
@@ -265,7 +266,7 @@ class Checkpointer(CheckpointReader):
     self._sweep()
     raise StorageError(
         f"the checkpoint of step {step} could not be written to {self._folder}: "
-        f"{' '.join(str(error).split())[:300]}; older steps are untouched: {self.steps()}"
+        f"{' '.join(str(error).split())[:300]}; older steps are untouched: {self._listed()}"
     ) from error
 
   def _remove(self, step: int) -> None:
@@ -280,15 +281,14 @@ class Checkpointer(CheckpointReader):
   def _move_away(self, step: int, prefix: str) -> None:
     """Renames a step, so that no kill leaves half of it under its own name."""
     target = self._folder / f"{prefix}_{self._path(step).name}"
-    if jax.process_index() == 0 and self._path(step).exists():
+    if distributed.is_leader() and self._path(step).exists():
       shutil.rmtree(target, ignore_errors=True)
       self._path(step).rename(target)
-    if jax.process_count() > 1:
-      multihost_utils.sync_global_devices(target.name)
+    distributed.barrier()
 
   def _sweep(self) -> None:
     """Removes what a kill or a full disk left behind."""
-    if jax.process_index() == 0:
+    if distributed.is_leader():
       for pattern in _LEFTOVERS:
         for path in self._folder.glob(pattern):
           shutil.rmtree(path, ignore_errors=True)
@@ -346,19 +346,16 @@ def _target(leaf: Any) -> Any:
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _describe(leaf: Any) -> dict[str, Any]:
-  """Shape, dtype and SHA-256 of the whole leaf, however it is sharded."""
-  if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-    leaf = multihost_utils.process_allgather(leaf, tiled=True)
-  whole = np.ascontiguousarray(np.asarray(leaf)).reshape(-1).view(np.uint8)
-  return {"shape": list(leaf.shape), "dtype": str(leaf.dtype),
-          "sha256": hashlib.sha256(whole).hexdigest()}
+def _describe(leaves: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+  """Shape, dtype and digest of each leaf, however it is laid out."""
+  found = digest.of_leaves(leaves)
+  return {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "digest": found[name]}
+          for name, leaf in leaves.items()}
 
 
 def fingerprint(arrays: Any, about: str = "") -> str:
-  """One SHA-256 of all leaves of a pytree: names, shapes, dtypes and numbers; and of a text."""
-  leaves = {name: _describe(leaf) for name, leaf in _named(arrays).items()}
-  return _sealed({"about": about, "leaves": leaves})["sha256"]
+  """One SHA-256 of all leaves of a pytree (names, shapes, dtypes, digests) and of a text."""
+  return _sealed({"about": about, "leaves": _describe(_named(arrays))})["sha256"]
 
 
 def _sealed(body: Any) -> dict[str, Any]:
@@ -376,6 +373,9 @@ def _checked_json(host: Any) -> Any:
 
 def _refuse_other_structure(step: int, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
   """A whole checkpoint of another model is the user's to mend, not damage to fall back from."""
+  if any("digest" not in entry for entry in saved.values()):
+    raise UserError(f"the checkpoint of step {step} was made by an earlier version of this program "
+                    "and cannot be verified; go on with that version, or use an empty folder")
   form = lambda entry: f"{entry['dtype']}{entry['shape']}" if entry else "nothing"
   have = {name: form(entry) for name, entry in saved.items()}
   want = {name: form({"dtype": str(x.dtype), "shape": list(x.shape)}) for name, x in wanted.items()}

@@ -1,7 +1,8 @@
 """How a program starts and ends: flags, a config with overrides, and errors a user can read.
 
 Exit codes are an interface: 0 done, 2 a mistake the user can mend, 3 numbers that are not finite,
-5 no retriever, 6 storage, 75 stopped by a signal after saving. Launchers restart on 5, 6 and 75.
+5 no retriever, 6 storage, 75 stopped by a signal after saving. Launchers restart on 5, 6, 75 and a
+death by a signal, such as the SIGABRT by which JAX ends a process that has lost another one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import ml_collections
 from ml_collections import config_flags
 
 from retriever.protocol import CorpusError, RetrievalError
-from searchr1_jax.run import disk
+from searchr1_jax.run import disk, host
 from searchr1_jax.types import UserError
 
 DONE, USER, NUMERIC, RETRIEVER, STORAGE, STOPPED = 0, 2, 3, 5, 6, 75
@@ -62,6 +63,7 @@ def run_program(main: Callable[[Sequence[str]], None]) -> None:
   if {"-h", "--help"} & set(sys.argv[1:]):
     print(inspect.getdoc(sys.modules[main.__module__]))
     sys.exit(DONE)
+  host.keep_freed_memory()
   try:
     main(sys.argv[1:])
   except tuple(_CODES) as error:

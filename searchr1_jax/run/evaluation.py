@@ -17,6 +17,7 @@ from searchr1_jax.rollout import drive
 from searchr1_jax.rollout.engine import Engine
 from searchr1_jax.rollout.episode import Rules
 from searchr1_jax.rollout.sampler import Sampling
+from searchr1_jax.run import distributed
 from searchr1_jax.types import Question, Score, StopReason, Trajectory
 
 RESAMPLES = 2000
@@ -36,7 +37,7 @@ def answer_all(engine: Engine, params: Params, questions: Sequence[Question], ru
                score: Callable[[Trajectory], Score], how: Sampling, key: Array) -> list[Answered]:
   """Every question once, in order. A search that fails is an error: no question is dropped."""
   tasks = [drive.Task(q, 0, encode_prompt(q)) for q in questions]
-  trajectories, _ = drive.rollout(engine, params, tasks, rules, search, how=how, key=key)
+  trajectories, _ = distributed.rollout(engine, params, tasks, rules, search, how=how, key=key)
   lost = [t for t in trajectories if t.stop_reason is StopReason.RETRIEVAL_ERROR]
   if lost:
     raise RetrievalError(f"the search engine failed in {len(lost)} of {len(tasks)} episodes; an "

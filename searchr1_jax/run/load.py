@@ -8,7 +8,7 @@ import jax
 import ml_collections
 
 from searchr1_jax.algo import update
-from searchr1_jax.model import decoder, value
+from searchr1_jax.model import decoder, value, weights
 from searchr1_jax.run import checkpoint, setup
 from searchr1_jax.types import UserError
 
@@ -20,14 +20,14 @@ def load_trained(c: ml_collections.ConfigDict, workdir: pathlib.Path,
   `which`: `newest`, `best`, `base` (untrained), or a step.
   """
   policy = setup.open_policy(c)
-  base = policy.load_params()
   if which == "base":
-    return policy, base, "base"
+    return policy, policy.load_params(), "base"
   saves = checkpoint.CheckpointReader(workdir / "checkpoints")
   if not saves.steps():
     raise UserError(f"{workdir} has no checkpoint yet; train further, or give --checkpoint=base")
   abstract = lambda p: jax.eval_shape(
       lambda p: update.init_train_state(p, setup.optimizer(c)), p)
+  base = weights.abstract_params(policy.shape)
   wanted = {"arrays": {"policy": abstract(base)}}
   if c.algo.name == "ppo":
     wanted["arrays"]["value"] = abstract(jax.eval_shape(value.from_policy, base))

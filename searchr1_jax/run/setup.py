@@ -35,7 +35,7 @@ BOUNDS = {
     "(0, inf)": ("rollout.temperature", "algo.kl_target", "algo.value_clip", "algo.importance_cap",
                  "optimizer.eps", "optimizer.clip_norm"),
     "[1, inf)": (
-        "model.logits_chunk", "data.questions", "episode.max_turn_tokens",
+        "model.logits_tokens", "data.questions", "episode.max_turn_tokens",
         "episode.max_episode_tokens", "episode.max_observation_tokens", "episode.top_k",
         "rollout.rows", "algo.group_size", "algo.kl_horizon", "algo.epochs",
         "algo.updates_per_batch", "batch.tokens", "mesh.data", "mesh.fsdp", "mesh.tensor",
@@ -73,9 +73,9 @@ class Policy:
     texts = [self.tokenizer.decode(s.ids) for s in trajectory.segments]
     return rewards.score(trajectory, texts, **self.reward)
 
-  def load_params(self) -> decoder.Params:
-    """The base model's parameters in float32, layers stacked."""
-    return weights.load(self.folder)
+  def load_params(self, mesh: jax.sharding.Mesh | None = None) -> decoder.Params:
+    """The base model's parameters in float32, layers stacked, laid out over the mesh."""
+    return weights.load(self.folder, mesh=mesh)
 
 
 def check(c: ml_collections.ConfigDict) -> None:
@@ -90,6 +90,8 @@ def check(c: ml_collections.ConfigDict) -> None:
   _choice("retriever.engine", c.retriever.engine, ("index", "empty", "random"))
   _choice("prompt.chat_template", c.prompt.chat_template, tuple(_CHAT))
   _choice("model.remat", c.model.remat, tuple(decoder.REMAT_POLICIES))
+  for name in ("model.reference_memory", "optimizer.moments_memory"):
+    _choice(name, _value(c, name), sharding.MEMORIES)
   for name in ("model.dtype", "model.rollout_dtype"):
     _choice(name, _value(c, name), ("float32", "bfloat16"))
   _choice("reward.name", c.reward.name, ("em", "f1", "subem", "em_format"))
@@ -224,13 +226,28 @@ def load_questions(specs: tuple[str, ...], limit: int = 0) -> list[Question]:
   return [questions[i * len(questions) // limit] for i in range(limit)]
 
 
-def scorers(c: ml_collections.ConfigDict, policy: Policy
+def scorers(c: ml_collections.ConfigDict, policy: Policy, mesh_: jax.sharding.Mesh
             ) -> tuple[update.ScorePolicy, update.ScoreValue]:
   """The functions that score tokens with the policy's (and reference's) and value's parameters."""
   return update.decoder_scores(
-      policy.shape, allowed_vocab=policy.tokenizer.size, chunk=c.model.logits_chunk,
+      policy.shape, allowed_vocab=policy.tokenizer.size, chunk=c.model.logits_tokens,
       temperature=c.rollout.temperature,
-      dtype=jnp.dtype(c.model.dtype), remat=c.model.remat, scan=c.model.scan_layers)
+      dtype=jnp.dtype(c.model.dtype), remat=c.model.remat, scan=c.model.scan_layers, mesh=mesh_)
+
+
+def reference(c: ml_collections.ConfigDict, base: decoder.Params,
+              mesh_: jax.sharding.Mesh) -> decoder.Params | None:
+  """What the KL is measured from: the base in the dtype that it's computed in, where there is a KL.
+
+  The base itself, and no copy of it, where nothing has to change.
+  """
+  dtype, memory = jnp.dtype(c.model.dtype), c.model.reference_memory
+  if not c.algo.kl_coef:
+    return None
+  if (dtype, memory) == (jnp.float32, "device"):
+    return base
+  cast = lambda params: jax.tree.map(lambda x: x.astype(dtype), params)
+  return jax.jit(lambda params: sharding.to_memory(mesh_, cast(params), memory))(base)
 
 
 def policy_settings(c: ml_collections.ConfigDict) -> update.PolicySettings:

@@ -10,6 +10,7 @@ import pathlib
 import typing
 from typing import Any, Protocol
 
+import ml_collections
 import rich.console
 import rich.live
 import rich.table
@@ -17,6 +18,9 @@ import tensorboardX
 
 from searchr1_jax.run import disk
 from searchr1_jax.types import Mean, Score, Trajectory
+
+METRICS_FILE = "metrics.jsonl"
+SHOWN = ("reward", "em", "searches", "response_tokens", "kl_ref", "eval/em", "seconds/step")
 
 Metrics = Mapping[str, Mean | float | int]
 
@@ -174,6 +178,31 @@ class TrajectoryWriter:
   def close(self) -> None:
     with disk.writing(self._folder), self._jsonl, self._text:
       pass  # closes both, whatever the first one meets
+
+
+class Diary:
+  """Where a run's numbers and sample episodes go; `earlier`: the steps that it goes on from."""
+
+  def __init__(self, workdir: pathlib.Path, c: ml_collections.ConfigDict,
+               decode: typing.Callable[[Sequence[int]], str], first_step: int):
+    board = ([TensorBoardWriter(workdir / "tensorboard", first_step)] if c.log.tensorboard else [])
+    self._numbers = MultiWriter(JsonlWriter(workdir / METRICS_FILE, first_step), *board,
+                                ProgressWriter(c.steps, SHOWN))
+    self._episodes = TrajectoryWriter(workdir, decode, first_step)
+    self._count = c.log.trajectories
+    self.earlier = read_lines(workdir / METRICS_FILE)
+
+  def write(self, step: int, found: Metrics,
+            episodes: Sequence[tuple[Trajectory, Score]]) -> None:
+    self._numbers.write(step, found)
+    shown = episodes[: self._count]
+    self._episodes.write(step, [t for t, _ in shown], [s for _, s in shown])
+
+  def close(self) -> None:
+    try:
+      self._numbers.close()
+    finally:
+      self._episodes.close()
 
 
 def escape_controls(text: str) -> str:
