@@ -79,7 +79,8 @@ def get_config() -> ml_collections.ConfigDict:
       entropy_coef=0.001,     # bonus for a nat of entropy
       aggregation="seq-mean",  # seq-mean, token-mean, seq-sum-norm, microbatch-token-mean
       group_std=True,         # divide by the group's std; False is Dr.GRPO
-      drop_flat_groups=False,  # leave out groups that teach nothing: no gradient but KL's is lost
+      drop_flat_groups=False,  # leave out groups that teach nothing: what is lost is the gradient
+                              # of their KL, entropy and LLDS terms
       mask_observations=True,  # False: the paper's ablation, observations train as if written
       gamma=1.0,              # discount a token (ppo)
       lam=1.0,                # GAE's lambda (ppo)

@@ -30,7 +30,7 @@ def get_config() -> ml_collections.ConfigDict:
   c.algo.update(name="grpo", group_size=5, kl_in="loss", kl_kind="k3", entropy_coef=0.0,
                 drop_flat_groups=True, updates_per_batch=1)
   c.optimizer.update(policy_lr=3e-4, policy_warmup=0.08, b2=0.99, weight_decay=0.0)
-  c.batch.update(lengths=(64, 128, 192), tokens=1920)
+  c.batch.update(lengths=(128, 192), tokens=1920)
   c.eval.update(every=20, questions=500)
   c.checkpoint.update(every=20, keep=2)
   return c

@@ -24,7 +24,7 @@ import optax
 import optax.contrib
 from jaxtyping import Array, Float, Int
 
-from searchr1_jax.model import attention, decoder, logprobs, shapes, weights
+from searchr1_jax.model import attention, decoder, folders, logprobs, shapes, weights
 from searchr1_jax.run import cli
 from searchr1_jax.text.tokenizer import Tokenizer
 from searchr1_jax.types import UserError
@@ -264,7 +264,7 @@ def main(words: Sequence[str]) -> None:
   values, _ = cli.parse(words, define)
   if not values.out:
     raise UserError("no folder to write; give one as --out=models/tiny-base")
-  weights.refuse_folder(pathlib.Path(values.out))
+  folders.refuse(values.out)
   train(values.config, pathlib.Path(values.out))
 
 

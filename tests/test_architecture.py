@@ -48,7 +48,8 @@ FLOORS = {
     "searchr1_jax.run.metrics": 5.2, "searchr1_jax.run.setup": 5.3, "searchr1_jax.run.load": 5.4,
 
     "searchr1_jax.train": 6, "searchr1_jax.evaluate": 6, "searchr1_jax.ask": 6,
-    "searchr1_jax.sft": 6, "searchr1_jax.make_world": 6, "searchr1_jax.plan": 6,
+    "searchr1_jax.sft": 6, "searchr1_jax.make_world": 6, "searchr1_jax.export": 6,
+    "searchr1_jax.plan": 6,
     "searchr1_jax.report": 6, "retriever.serve": 6,
     # A program that others call too: generated worlds and set-ups build their own index.
     "retriever.build": 4.5, "searchr1_jax.worlds.files": 4.8,

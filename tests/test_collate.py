@@ -37,8 +37,8 @@ def test_the_one_shift():
   np.testing.assert_allclose(b.sampler_logprobs_BL[0], [0, 0, -.1, -.2, 0, 0, 0, -.3, 0, 0])
   np.testing.assert_array_equal(b.value_mask_BL, b.policy_mask_BL)
   np.testing.assert_array_equal(b.lengths_B, [9, 0])
-  # 3 of 10 positions are kept, a quarter rounded up; the empty row names one that isn't there.
-  np.testing.assert_array_equal(b.kept_BP, [[2, 3, 7], [10] * 3])
+  # 3 of 10 positions are kept, with room for a half; the rest names one that isn't there.
+  np.testing.assert_array_equal(b.kept_BP, [[2, 3, 7, 10, 10], [10] * 5])
   for field in dataclasses.fields(b):
     if field.name != "kept_BP":
       assert not getattr(b, field.name)[1].any(), field.name
@@ -199,10 +199,13 @@ def test_buckets_use_only_the_closed_list_and_lose_no_row(lengths, multiple):
 
 def test_the_cut_with_the_least_padding_is_found():
   # Batches of 8 x 10, 2 x 10, 16 x 5 and 4 x 5. Two long rows and two short ones: 2 x 10 + 4 x 5
-  # = 40 positions; one batch for all would take 80, or two of 2 x 10 as many as this, but later.
+  # = 40 positions, where one batch for all would take 80.
   shapes = collate.BatchShapes((5, 10), 80)
-  assert collate.bucket([9, 3, 10, 4], shapes) == [([2, 0], 2, 10), ([3, 1], 2, 10)] or (
-      collate.bucket([9, 3, 10, 4], shapes) == [([2, 0], 2, 10), ([3, 1], 4, 5)])
+  groups = collate.bucket([9, 3, 10, 4], shapes)
+  assert [g[0] for g in groups] == [[2, 0], [3, 1]] and sum(r * n for _, r, n in groups) == 40
+  # Five rows of 192, two of 352 or one of 512: for one short row the longest is the least.
+  hard = collate.BatchShapes((192, 352, 512), 3840)
+  assert collate.bucket([100], hard) == [([0], 1, 512)]
   # Nine short ones: 4 + 4 + 4 rows of 5 (60) beat one batch of 16 (80).
   assert [g[1:] for g in collate.bucket([5] * 9, shapes)] == [(4, 5)] * 3
 

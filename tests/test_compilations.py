@@ -57,7 +57,7 @@ def test_shapes_come_from_the_closed_list(tmp_path, monkeypatch, compilations, a
   assert trainer.score_tokens._cache_size() <= closed
   learners = [trainer.policy_learner] + ([trainer.value_learner] if state.value else [])
   for learner in learners:
-    # A shape that is a mini-batch's first compiles without a sum to add to.
+    # A shape may be a mini-batch by itself, which adds to nothing, or one of several.
     assert learner._gradient._cache_size() <= 2 * closed
     assert learner._apply._cache_size() == 1
   assert sampler.prefill._cache_size() - before[0] <= engine.programs() - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import jax
@@ -81,6 +82,41 @@ def test_attention_at_positions_is_the_rows_of_the_whole():
         lambda q, k, v: decoder.take_positions(attention.causal_attention(q, k, v), kept_BP), q, k, v)
 
 
+def test_bfloat16_loses_no_more_than_its_rounding():
+  # A part that all keys share changes nothing, so no gradient of q lies along it. It must not carry
+  # the rounding of the output there: keys have biases of many times what they differ by.
+  inputs = (draw(2, 40, 4, 8), draw(2, 40, 2, 8, seed=1) + 30, draw(2, 40, 2, 8, seed=2) + 10,
+            draw(2, 40, 4, 8, seed=3))
+  inputs = [x.astype(jnp.bfloat16) for x in inputs]
+
+  def slope(dtype):
+    q, k, v, weight = (x.astype(dtype) for x in inputs)
+    loss = lambda q: jnp.sum(weight.astype(jnp.float32) * attention.causal_attention(
+        q, k, v).astype(jnp.float32))
+    return jax.jit(jax.grad(loss))(q).astype(jnp.float32)
+
+  half, full = slope(jnp.bfloat16), slope(jnp.float32)
+  assert float(jnp.linalg.norm(half - full) / jnp.linalg.norm(full)) < 0.06  # 0.2 with the output's
+
+
+def test_large_scores_keep_shares_that_add_up_to_one():
+  # Keys that are all alike, at scores of 3 x 300^2 x 8 / 8^.5: each of 32 queries spreads 1 over
+  # the values, which the largest score and the logarithm of up to 32 in one float32 would not give.
+  q, k = jnp.full((1, 32, 1, 8), 900.0), jnp.full((1, 32, 1, 8), 300.0)
+  loss = lambda v: jnp.sum(attention.causal_attention(q, k, v))
+  total = jnp.sum(jax.jit(jax.grad(loss))(draw(1, 32, 1, 8)), axis=(0, 1, 2))
+  np.testing.assert_allclose(total, 32, rtol=1e-5)
+
+
+@pytest.mark.parametrize("platform, dtype, kv_heads, tensor, kernel", [
+    ("gpu", "bfloat16", 2, 2, "cudnn"), ("gpu", "bfloat16", 2, 4, "blocks"),
+    ("gpu", "float32", 2, 1, "blocks"), ("cpu", "bfloat16", 2, 1, "blocks"),
+    ("tpu", "bfloat16", 2, 1, "blocks")])
+def test_the_kernel_of_attention_is_one_that_can_run(platform, dtype, kv_heads, tensor, kernel):
+  shape = dataclasses.replace(SHAPES["tied"], heads=8, kv_heads=kv_heads, head_size=16)
+  assert attention.choose_kernel(platform, dtype, shape, tensor) == kernel
+
+
 def test_attention_survives_scores_that_overflow_an_exponential():
   q, k, v = 40 * draw(1, 20, 2, 8), 40 * draw(1, 20, 1, 8, seed=1), draw(1, 20, 1, 8, seed=2)
   loss = lambda *x: jnp.sum(attention.causal_attention(*x) ** 2)
@@ -158,7 +194,6 @@ def test_entropy_costs_nothing_where_it_is_not_asked():
 def test_remat_keeps_less_for_the_backward_pass():
   # Temporaries of the compiled gradient, 8 layers of 4 x 256 tokens: all activations, the results
   # of matrix products only, or no more than each layer's input.
-  import dataclasses
   shape = dataclasses.replace(SHAPES["tied"], layers=8, width=48, mlp_width=192)
   params = jax.eval_shape(lambda: decoder.init_params(shape, jax.random.key(0)))
   ids_BL = jax.ShapeDtypeStruct((4, 256), jnp.int32)

@@ -75,7 +75,7 @@ import sys
 sys.path.insert(0, "tests")
 import filecmp, pathlib, jax, jax.numpy as jnp, numpy as np
 import tiny_models as tiny
-from searchr1_jax.model import sharding, weights
+from searchr1_jax.model import folders, shapes, sharding, weights
 
 out = pathlib.Path(sys.argv[1])
 assert len(jax.devices()) == 8
@@ -84,7 +84,12 @@ for kind, seed, sizes in (("qwen2", 0, (2, 2, 2)), ("llama", 1, (1, 8, 1))):
   weights.save(out / kind, tiny.random_params(shape, 0), shape, max_file_bytes=12_000)
   plain = weights.load(out / kind)
   mesh = sharding.make_mesh(*sizes)
+  read, sizes_read = folders.read, []
+  folders.read = lambda *a: sizes_read.append((x := read(*a)).size) or x
   spread = weights.load(out / kind, mesh=mesh)
+  folders.read = read
+  # What several devices hold alike is read once.
+  assert sum(sizes_read) == shapes.count_parameters(shape)
   jax.tree.map(np.testing.assert_array_equal, spread, plain)
   abstract = weights.abstract_params(shape, jnp.float32, mesh)
   for x, told, wanted in zip(*map(jax.tree.leaves, (
@@ -111,6 +116,7 @@ sys.path.insert(0, "tests")
 import pathlib, jax, numpy as np
 import tiny_models as tiny
 from searchr1_jax.model import folders, sharding, weights
+from searchr1_jax.types import UserError
 
 folder, address, me = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 if me:
@@ -125,12 +131,19 @@ for x, y in zip(jax.tree.leaves(spread), jax.tree.leaves(plain)):
   assert len(x.addressable_shards) == 2
   for shard in x.addressable_shards:
     np.testing.assert_array_equal(shard.data, np.asarray(y)[shard.index])
+try:
+  weights.save(folder.with_name("thesis"), spread, shape)
+  raise SystemExit("wrote over a thesis")
+except UserError:  # in both, so that none waits for the other
+  pass
 weights.save(folder.with_name("out"), spread, shape)
 assert (folder.with_name("out") / "model.safetensors").is_file()  # for both, once `save` returns
 """
 
 
 def test_processes_share_a_mesh_and_one_of_them_writes(tmp_path):
+  (tmp_path / "thesis").mkdir()
+  (tmp_path / "thesis" / "chapter1.txt").write_text("years of work")
   write(tmp_path / "model", UNTIED)
   with socket.socket() as free:
     free.bind(("localhost", 0))
@@ -145,7 +158,7 @@ def test_processes_share_a_mesh_and_one_of_them_writes(tmp_path):
     for process in both:
       process.kill()
   assert [process.returncode for process in both] == [0, 0], "\n".join(said)
-  assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out"]  # nothing half-written
+  assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out", "thesis"]  # no half ones
   for file in ("config.json", "model.safetensors"):
     assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "model" / file).read_bytes()
 

@@ -91,6 +91,12 @@ def test_two_devices_go_on_as_one_and_one_as_two(run_python, tmp_path):
 
 
 @pytest.mark.slow
+def test_each_mesh_is_left_and_reached(run_python, tmp_path):
+  ring = (ONE, TWO, FOUR, EIGHT, WIDE, ONE)
+  check(run_python, tmp_path, "grpo", [*zip(ring[:-1], ring[1:]), (EIGHT, ONE), (ONE, EIGHT)])
+
+
+@pytest.mark.soak
 def test_any_devices_go_on_as_any_others(run_python, tmp_path):
   meshes = (ONE, TWO, FOUR, EIGHT, WIDE)
   check(run_python, tmp_path, "grpo", [(a, b) for a in meshes for b in meshes])
@@ -98,4 +104,4 @@ def test_any_devices_go_on_as_any_others(run_python, tmp_path):
 
 @pytest.mark.slow
 def test_so_does_a_value_model(run_python, tmp_path):
-  check(run_python, tmp_path, "ppo", [(EIGHT, ONE), (EIGHT, FOUR)])
+  check(run_python, tmp_path, "ppo", [(EIGHT, ONE)])

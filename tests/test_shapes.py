@@ -96,3 +96,50 @@ def test_what_only_resembles_these_models_is_refused_by_name(name, change, named
   config = shapes.to_hugging_face(shapes.NAMED[name]) | change
   with pytest.raises(UserError, match=named):
     shapes.from_hugging_face(config)
+
+
+LLAMA3 = shapes.to_hugging_face(shapes.NAMED["Llama-3.1-8B"])["rope_scaling"]
+
+
+@pytest.mark.parametrize("key, bad", [
+    *((key, bad) for bad in (0, -1, True, "8", 8.0, [8]) for key in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")),
+    *((key, bad) for bad in (0, -1.0, True, "1e-6", math.inf, math.nan, 10**400) for key in (
+        "rope_theta", "rms_norm_eps")),
+    ("tie_word_embeddings", "false"), ("tie_word_embeddings", 1),
+    ("rope_scaling", "llama3"), ("rope_parameters", [1]), ("layer_types", 3),
+    ("model_type", ["llama"]), ("model_type", None)])
+def test_a_value_of_another_kind_is_named_with_what_was_wanted(key, bad):
+  config = shapes.to_hugging_face(shapes.NAMED["Llama-3.1-8B"]) | {key: bad}
+  with pytest.raises(UserError) as error:
+    shapes.from_hugging_face(config, "mine/config.json")
+  for part in ("mine/config.json", key, repr(bad), "wanted"):
+    assert part in str(error.value)
+
+
+@pytest.mark.parametrize("change, says", [
+    ({"factor": "8"}, "factor is '8', wanted a finite number above 0"),
+    ({"original_max_position_embeddings": 0.5}, "is 0.5, wanted a whole number above 0"),
+    ({"low_freq_factor": 4.0}, "low_freq_factor is 4.0 and high_freq_factor is 4.0"),
+    ({"factor": None}, "lacks factor"),
+    ({"full_attention": {"rope_theta": 1e6}}, "rope_parameters.full_attention is {'rope_theta'")])
+def test_rotary_positions_that_mean_nothing_are_refused_by_name(change, says):
+  config = shapes.to_hugging_face(shapes.NAMED["Llama-3.1-8B"]) | {
+      "rope_scaling": None, "rope_parameters": LLAMA3 | {"rope_theta": 5e5} | change}
+  with pytest.raises(UserError, match=says):
+    shapes.from_hugging_face(config)
+
+
+def test_null_says_as_little_as_no_key_at_all():
+  config = shapes.to_hugging_face(shapes.NAMED["Qwen2.5-3B"])
+  optional = ("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps", "rope_scaling",
+              "tie_word_embeddings", "max_position_embeddings", "layer_types")
+  absent = {k: v for k, v in config.items() if k not in optional}
+  assert shapes.from_hugging_face(absent | dict.fromkeys(optional)) == (
+      shapes.from_hugging_face(absent))
+  with pytest.raises(UserError, match="missing vocab_size"):
+    shapes.from_hugging_face(config | {"vocab_size": None})
+  # Sixteen heads in a width of eight leave none of it to each.
+  with pytest.raises(UserError, match="head_dim is 0, wanted a whole number above 0"):
+    shapes.from_hugging_face(absent | {"hidden_size": 8})

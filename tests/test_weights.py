@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors
 import safetensors.numpy
 import tiny_models as tiny
 
 from searchr1_jax.model import folders, shapes, weights
+from searchr1_jax.run import disk
 from searchr1_jax.types import UserError
 
 TIED = tiny.random_shape("qwen3", 1)
@@ -96,13 +99,16 @@ def test_a_given_config_stays_but_for_the_dtype(tmp_path):
 def test_saving_replaces_a_folder_and_takes_the_tokenizer_along(tmp_path):
   source = tmp_path / "source"
   source.mkdir()
-  (source / "tokenizer.json").write_text("{}")
+  for name in ("tokenizer.json", "chat_template.jinja", "added_tokens.json"):
+    (source / name).write_text("{}")
   (source / "pytorch_model.bin").write_text("")
   write(tmp_path / "model", UNTIED)
   params = write(tmp_path / "model", copy_from=source)
   assert_same(weights.load(tmp_path / "model"), params)
   assert sorted(p.name for p in (tmp_path / "model").iterdir()) == [
-      "config.json", "model.safetensors", "tokenizer.json"]
+      "added_tokens.json", "chat_template.jinja", "config.json", "model.safetensors",
+      "tokenizer.json"]
+  write(tmp_path / "model")  # a folder that holds them all is one to replace, too
 
 
 def test_several_files_with_an_index(tmp_path):
@@ -288,3 +294,97 @@ def test_an_older_model_is_replaced_and_nothing_else_is_left(tmp_path):
   weights.save(tmp_path / "model", params, TIED)
   assert_same(weights.load(tmp_path / "model"), params)
   assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "README.md", ".gitattributes", "optimizer.npz",
+                                  "other.safetensors", "runs/log.txt", "tokenizer.json/mine"])
+def test_a_model_with_something_beside_it_is_never_replaced(name, tmp_path):
+  write(tmp_path / "model")
+  mine = tmp_path / "model" / name
+  mine.parent.mkdir(exist_ok=True)
+  mine.write_text("mine")
+  with pytest.raises(UserError, match=f"holds {name.split('/')[0]}, which is no part of a model"):
+    write(tmp_path / "model")
+  assert mine.read_text() == "mine"
+  assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_the_working_folder_is_never_replaced(tmp_path, monkeypatch):
+  write(tmp_path / "model")
+  monkeypatch.chdir(tmp_path / "model")
+  for name in (".", "../model"):
+    with pytest.raises(UserError, match="model is the working folder itself"):
+      write(name)
+
+
+def test_a_link_to_a_model_stays_and_what_it_points_to_is_replaced(tmp_path):
+  write(tmp_path / "model")
+  (tmp_path / "link").symlink_to("model")
+  params = tiny.random_params(TIED, 1)
+  weights.save(tmp_path / "link", params, TIED)
+  assert (tmp_path / "link").is_symlink()
+  assert_same(weights.load(tmp_path / "model"), params)
+  assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "model"]
+
+
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"),
+                                     safetensors.SafetensorError("No space left on device")])
+def test_a_full_disk_is_named_and_leaves_nothing_half_written(failure, tmp_path, monkeypatch):
+  params = write(tmp_path / "model")
+
+  def full(_, path, **__):
+    pathlib.Path(path).write_bytes(b"half")
+    raise failure
+
+  with monkeypatch.context() as patch:
+    patch.setattr(safetensors.numpy, "save_file", full)
+    with pytest.raises(disk.StorageError, match="model could not be written .*No space left"):
+      write(tmp_path / "model")
+  assert [p.name for p in tmp_path.iterdir()] == ["model"]
+  assert_same(weights.load(tmp_path / "model"), params)
+
+
+@pytest.mark.parametrize("dtype, most", [(np.float16, 1e5), (jnp.bfloat16, 3.4e38),
+                                         (np.float32, np.nan)])
+def test_a_number_that_the_dtype_cannot_hold_is_never_written(dtype, most, tmp_path):
+  before = write(tmp_path / "model")
+  params = before | {"norm": {"scale": before["norm"]["scale"].at[0].set(most)}}
+  with pytest.raises(UserError, match="model.norm.weight holds NaN or infinity as"):
+    weights.save(tmp_path / "model", params, TIED, dtype=dtype)
+  assert [p.name for p in tmp_path.iterdir()] == ["model"]
+  assert_same(weights.load(tmp_path / "model"), before)
+
+
+def test_an_index_that_does_not_name_the_single_file_beside_it_is_refused(tmp_path):
+  write(tmp_path / "model")
+  shutil.copytree(tmp_path / "model", tmp_path / "new")
+  split(tmp_path / "model", ["a.safetensors", "b.safetensors"])
+  shutil.copy(tmp_path / "new" / "model.safetensors", tmp_path / "model")
+  with pytest.raises(UserError, match="holds model.safetensors and model.safetensors.index.json"):
+    weights.load(tmp_path / "model")
+
+
+def test_a_link_to_nothing_and_a_folder_are_no_weights(tmp_path):
+  write(tmp_path / "model")
+  path = tmp_path / "model" / "more.safetensors"
+  path.symlink_to("nowhere")
+  with pytest.raises(UserError, match="more.safetensors is not a whole safetensors file"):
+    weights.load(tmp_path / "model")
+  path.unlink()
+  path.mkdir()
+  with pytest.raises(UserError, match="more.safetensors is not a whole safetensors file"):
+    weights.load(tmp_path / "model")
+
+
+def test_a_download_takes_all_of_a_tokenizer_and_a_name_that_is_none_is_refused(monkeypatch):
+  import huggingface_hub
+
+  with pytest.raises(UserError, match="'owner/a--b' .* could not be downloaded"):
+    weights.local_folder("owner/a--b")  # no hub id holds two dashes
+  names = [*folders.COPIED, "config.json", "model.safetensors", "model.safetensors.index.json"]
+  asked = {}
+  monkeypatch.setattr(huggingface_hub, "snapshot_download",
+                      lambda name, **how: asked.update(how) or "there")
+  assert weights.local_folder("owner/model") == pathlib.Path("there")
+  kept = list(huggingface_hub.utils.filter_repo_objects([*names, "pytorch_model.bin"], **asked))
+  assert kept == names and {"chat_template.jinja", "added_tokens.json"} < set(kept)

@@ -21,8 +21,8 @@ class BatchShapes:
   """The closed list of [rows, length] that an update may see, shortest first.
 
   A batch has `tokens` // length rows, or a quarter of that for the rows that are left over, in
-  multiples of `row_multiple` (devices that share rows). Of a row, a quarter, half or all positions
-  are kept: those that are scored.
+  multiples of `row_multiple` (devices that share rows). Of a row, half or all positions are kept:
+  those that are scored.
   """
 
   lengths: tuple[int, ...]
@@ -45,9 +45,9 @@ class BatchShapes:
             for kept in sorted(set(kept_sizes(length)))]
 
 
-def kept_sizes(length: int) -> tuple[int, int, int]:
+def kept_sizes(length: int) -> tuple[int, int]:
   """How many positions of a row of `length` may be kept: prompts and passages fill most of it."""
-  return -(-length // 4), -(-length // 2), length
+  return -(-length // 2), length
 
 
 def kept_positions(read_BL: np.ndarray) -> np.ndarray:
@@ -118,7 +118,8 @@ def collate(trajectories: Sequence[Trajectory], rewards_B: np.ndarray, advantage
 def bucket(lengths: Sequence[int], shapes: BatchShapes) -> list[tuple[list[int], int, int]]:
   """Groups (rows, size, length they are padded to): the longest first, neighbours in length.
 
-  Of all ways to cut the sorted rows into batches of the closed list, one with the least padding.
+  Of all ways to cut the sorted rows into batches of the closed list, one with the least padding. A
+  longer length than needed may have fewer rows, and so the least.
   """
   longest = max(lengths)
   if longest > shapes.lengths[-1]:
@@ -128,8 +129,8 @@ def bucket(lengths: Sequence[int], shapes: BatchShapes) -> list[tuple[list[int],
   # best[i]: the fewest positions that hold the rows from order[i] on, and the first batch of them.
   best = [(0, 0, 0)] * (len(order) + 1)
   for i in reversed(range(len(order))):
-    length = min(n for n in shapes.lengths if n >= lengths[order[i]])
     best[i] = min(((size * length + best[min(i + size, len(order))][0], size, length)
+                   for length in shapes.lengths if length >= lengths[order[i]]
                    for size in shapes.rows(length)), key=lambda found: found[0])
   groups, i = [], 0
   while i < len(order):

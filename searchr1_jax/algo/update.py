@@ -189,6 +189,7 @@ class Learner:
     move = functools.partial(sharding.to_memory, mesh)
     self._gradient = jax.jit(
         functools.partial(_add_gradient, objective, place), donate_argnums=1)
+    self._zeros = jax.jit(lambda params: place(jax.tree.map(jnp.zeros_like, params)))
     apply = functools.partial(_apply, optimizer, place)
 
     def apply_moved(state, grads, learning_rate):
@@ -202,7 +203,8 @@ class Learner:
   def learn(self, state: TrainState, batches: Sequence[TokenBatch], targets: Sequence[Targets],
             learning_rate: float) -> tuple[TrainState, Metrics]:
     """One optimizer step on a mini-batch, its batches' gradients added up."""
-    grads, metrics = None, {}
+    # A batch alone needs no sum to be added to: one gradient less in memory.
+    grads, metrics = None if len(batches) == 1 else self._zeros(state.params), {}
     for batch, target in zip(batches, targets, strict=True):
       grads, more = self._gradient(state.params, grads, batch, target)
       metrics = add_metrics(metrics, more)
@@ -217,7 +219,6 @@ def add_metrics(a: Metrics, b: Metrics) -> Metrics:
 
 def _add_gradient(objective, place, params, grads, batch, targets):
   (_, metrics), more = jax.value_and_grad(objective, has_aux=True)(params, batch, targets)
-  # Nothing to add to the first: one gradient less in memory where a mini-batch is one batch.
   return place(more if grads is None else jax.tree.map(jnp.add, grads, more)), metrics
 
 

@@ -54,13 +54,15 @@ def rotate(x_BLHE: Float[Array, "B L H E"], turn: Rotation) -> Float[Array, "B L
   return turned.reshape(x_BLHE.shape).astype(x_BLHE.dtype)
 
 
-def choose_kernel(platform: str, dtype: Any, head_size: int) -> str:
+def choose_kernel(platform: str, dtype: Any, shape: DecoderShape, tensor: int) -> str:
   """The kernel of whole rows on a platform ("cpu", "gpu", "tpu"): one of `KERNELS`.
 
-  cuDNN's takes half precision and heads of a multiple of 8 up to 128 (JAX's own limits).
+  cuDNN's takes half precision, heads of a multiple of 8 up to 128, and queries, keys and values
+  that lie alike over a mesh's `tensor` axis (JAX's own limits).
   """
   half = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
-  return "cudnn" if platform == "gpu" and half and head_size % 8 == 0 and head_size <= 128 else "blocks"
+  fits = shape.head_size % 8 == 0 and shape.head_size <= 128 and shape.kv_heads % tensor == 0
+  return "cudnn" if platform == "gpu" and half and fits else "blocks"
 
 
 def causal_attention(q_BLHE: Float[Array, "B L H E"], k_BLKE: Float[Array, "B L K E"],

@@ -239,7 +239,7 @@ class Decoder(nn.Module):
     s = self.shape
     self.embed = self.param("embed", _init(("vocab", "width")), (s.vocab_size, s.width), jnp.float32)
     block, kernel = Block, self.attention_kernel or attention.choose_kernel(
-        jax.default_backend(), self.dtype, s.head_size)
+        jax.default_backend(), self.dtype, s, self.mesh.shape["tensor"] if self.mesh else 1)
     if self.remat != "none":
       block = nn.remat(Block, policy=REMAT_POLICIES[self.remat], prevent_cse=not self.stacked)
     if self.stacked:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import json
 import os
 import pathlib
 import shutil
-from typing import Any, Iterator
+from typing import Any
 
 import numpy as np
 import safetensors
 
 from searchr1_jax.types import UserError
+
+# What goes along with the weights, from the folder that they began in.
+COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+          "chat_template.jinja", "generation_config.json", "vocab.json", "merges.txt")
+INDEX = "model.safetensors.index.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,19 +50,17 @@ def read(file: pathlib.Path, name: str, index: tuple[slice, ...]) -> np.ndarray:
     return f.get_slice(name)[index]
 
 
-@contextlib.contextmanager
-def _opened(path: pathlib.Path) -> Iterator[Any]:
+def _opened(path: pathlib.Path) -> Any:
   try:
-    with safetensors.safe_open(str(path), framework="numpy") as file:
-      yield file
-  except safetensors.SafetensorError as e:
+    return safetensors.safe_open(str(path), framework="numpy")
+  except (safetensors.SafetensorError, OSError) as e:  # cut, or a link to nothing, or a folder
     raise UserError(f"{path} is not a whole safetensors file ({e}); download it again") from e
 
 
 def _files(folder: pathlib.Path) -> list[pathlib.Path]:
   """The files that the index names, or else all of them."""
   files = sorted(folder.glob("*.safetensors"))
-  index = folder / "model.safetensors.index.json"
+  index, single = folder / INDEX, "model.safetensors"
   if index.is_file():
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -66,6 +68,9 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
     names = sorted(set(map(str, weight_map.values())))
     if any(pathlib.PurePath(n).name != n for n in names):
       raise UserError(f"{index} names a file outside its folder; refused")
+    if single not in names and (folder / single).exists():
+      raise UserError(f"{folder} holds {single} and {INDEX}, which doesn't name it; remove the one "
+                      "that does not belong to this model")
     files = [folder / n for n in names]
     if absent := [f.name for f in files if not f.is_file()]:
       raise UserError(f"{folder}: {', '.join(absent)} named in {index.name} but not there; "
@@ -76,13 +81,27 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def refuse(folder: str | pathlib.Path) -> None:
-  """Refuses to write over what is no model; for programs to ask before their work, too."""
-  folder = pathlib.Path(folder)
-  if folder.exists() and not folder.is_dir():
-    raise UserError(f"{folder} is a file, wanted a folder; name another")
+  """Refuses to write over what is more than a model; programs ask before their work, too."""
+  folder = pathlib.Path(folder).resolve()
+  if folder == pathlib.Path.cwd():
+    raise UserError(f"{folder} is the working folder itself; name another folder")
+  if not folder.is_dir():
+    if folder.exists():
+      raise UserError(f"{folder} is a file, wanted a folder; name another")
+    return
+  held = sorted(folder.iterdir())
   whole = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
-  if folder.is_dir() and any(folder.iterdir()) and not whole:
+  if held and not whole:
     raise UserError(f"{folder} is not empty and holds no model; name another folder")
+  if foreign := [entry.name for entry in held if not _ours(entry)]:
+    raise UserError(f"{folder} is to be replaced, but it holds {foreign[0]}, which is no part of a "
+                    "model; move that, or name another folder")
+
+
+def _ours(entry: pathlib.Path) -> bool:
+  """Whether it is a file of a name that models are written under."""
+  named = entry.name in (*COPIED, "config.json", INDEX) or entry.match("model*.safetensors")
+  return named and entry.is_file()
 
 
 def install(partial: pathlib.Path, folder: pathlib.Path) -> None:

@@ -71,7 +71,8 @@ def attend(q_BKRLE: Float[Array, "B K R L E"], k_BKSE: Float[Array, "B K S E"],
   """softmax(q k / sqrt(E)) v over the visible keys, the softmax in float32.
 
   Source: Vaswani et al., arXiv:1706.03762; heads shared as in Ainslie et al., arXiv:2305.13245.
-  The backward pass computes the shares again from their normalizer (Dao et al., arXiv:2205.14135).
+  The backward pass computes the shares again from the largest score and the sum of a query's terms
+  (after Dao et al., arXiv:2205.14135).
   """
   return _attend_forward(q_BKRLE, k_BKSE, v_BKSE, visible_BLS)[0]
 
@@ -83,17 +84,18 @@ def _attend_forward(q_BKRLE, k_BKSE, v_BKSE, visible_BLS):
   sum_BKM1 = jnp.sum(terms_BKMS, axis=-1, keepdims=True)
   out_BKME = _product(terms_BKMS.astype(v_BKSE.dtype), v_BKSE, 3, 2) / sum_BKM1
   out_BKRLE = out_BKME.reshape(q_BKRLE.shape).astype(v_BKSE.dtype)
-  return out_BKRLE, (q_BKRLE, k_BKSE, v_BKSE, visible_BLS, out_BKRLE, top_BKM1 + jnp.log(sum_BKM1))
+  return out_BKRLE, (q_BKRLE, k_BKSE, v_BKSE, visible_BLS, top_BKM1, sum_BKM1)
 
 
 def _attend_backward(kept, dout_BKRLE):
-  q_BKRLE, k_BKSE, v_BKSE, visible_BLS, out_BKRLE, normalizer_BKM1 = kept
-  q_BKME, out_BKME, dout_BKME = map(_merge, (q_BKRLE, out_BKRLE, dout_BKRLE))
-  shares_BKMS = jnp.exp(_scores(q_BKRLE, k_BKSE, visible_BLS) - normalizer_BKM1)
+  q_BKRLE, k_BKSE, v_BKSE, visible_BLS, top_BKM1, sum_BKM1 = kept
+  q_BKME, dout_BKME = _merge(q_BKRLE), _merge(dout_BKRLE)
+  # Not exp(score - (top + log sum)): of large scores that one float32 would lose the sum.
+  shares_BKMS = jnp.exp(_scores(q_BKRLE, k_BKSE, visible_BLS) - top_BKM1) * (1 / sum_BKM1)
   dv_BKES = _product(dout_BKME, shares_BKMS.astype(v_BKSE.dtype), 2, 2)
   slope_BKMS = _product(dout_BKME, v_BKSE, 3, 3)
-  f32 = jnp.float32
-  mean_BKM1 = jnp.sum(dout_BKME.astype(f32) * out_BKME.astype(f32), axis=-1, keepdims=True)
+  # Not dout · out, which is the same but for out's rounding: that error is common to all keys.
+  mean_BKM1 = jnp.sum(shares_BKMS * slope_BKMS, axis=-1, keepdims=True)
   scale = np.float32(q_BKRLE.shape[-1] ** -0.5)
   dscores_BKMS = (shares_BKMS * (slope_BKMS - mean_BKM1) * scale).astype(q_BKRLE.dtype)
   dq_BKME = _product(dscores_BKMS, k_BKSE, 3, 2)

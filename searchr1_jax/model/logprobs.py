@@ -26,15 +26,13 @@ def target_logprobs(
   `chunk` tokens (of all rows together) at a time have their logits in memory, and they are computed
   again for the gradient; ids from `allowed_vocab` on have probability 0, as they have when sampling.
   """
-  kernels = {k: params[k] for k in ("embed", "head") if k in params}
-  kernel = kernels.get("head", kernels["embed"])
-  length = targets_BL.shape[1]
-  count = -(-length * targets_BL.shape[0] // chunk)
-  size = -(-length // min(count, length))
+  tied = "head" not in params
+  rows, length = targets_BL.shape
+  size = min(length, max(1, chunk // rows))  # positions of each row
   count = -(-length // size)
   pad = lambda x: jnp.pad(x, ((0, 0), (0, count * size - length)) + ((0, 0),) * (x.ndim - 2))
-  out = _score(kernel, pad(hidden_BLD), pad(targets_BL), jnp.float32(temperature),
-               ("head" not in params, allowed_vocab, count, with_entropy))
+  out = _score(params["embed" if tied else "head"], pad(hidden_BLD), pad(targets_BL),
+               jnp.float32(temperature), (tied, allowed_vocab, count, with_entropy))
   logprobs_BL, entropy_BL = (x if x is None else x[:, :length] for x in out)
   return logprobs_BL, entropy_BL
 

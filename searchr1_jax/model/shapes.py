@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Mapping
 
 from searchr1_jax.types import UserError
@@ -103,32 +104,30 @@ NAMED: Mapping[str, DecoderShape] = {
 def from_hugging_face(config: Mapping[str, Any], where: str = "config.json") -> DecoderShape:
   """The shape a Hugging Face `config.json` describes; what it asks for and we lack is refused."""
   family = config.get("model_type")
-  if family not in _FAMILIES:
+  if not isinstance(family, str) or family not in _FAMILIES:
     raise UserError(f"{where}: model_type {family!r} is not supported; wanted one of "
                     f"{sorted(_FAMILIES)}")
-  _refuse_unsupported(config, where)
+  rope = _rope_parameters(config, where)
+  _refuse_unsupported(config, rope, where)
   wanted = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
             "num_attention_heads")
-  missing = [k for k in wanted if k not in config]
-  if missing:
+  if missing := [k for k in wanted if config.get(k) is None]:
     raise UserError(f"{where}: missing {', '.join(missing)}; is this a whole Hugging Face folder?")
-  heads = config["num_attention_heads"]
-  kv_heads = config.get("num_key_value_heads")
-  head_size = config.get("head_dim")
-  rope = _rope_parameters(config)
+  count = functools.partial(_value, config, where, _COUNT)
+  width, heads = count("hidden_size"), count("num_attention_heads")
   return DecoderShape(
-      vocab_size=config["vocab_size"],
-      width=config["hidden_size"],
-      mlp_width=config["intermediate_size"],
-      layers=config["num_hidden_layers"],
+      vocab_size=count("vocab_size"),
+      width=width,
+      mlp_width=count("intermediate_size"),
+      layers=count("num_hidden_layers"),
       heads=heads,
-      kv_heads=heads if kv_heads is None else kv_heads,
-      head_size=config["hidden_size"] // heads if head_size is None else head_size,
-      rope_theta=float(rope.get("rope_theta", 10000.0)),
-      norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-      tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+      kv_heads=count("num_key_value_heads", heads),
+      head_size=count("head_dim", width // heads),
+      rope_theta=float(_value(rope, where, _NUMBER, "rope_theta", 10000.0)),
+      norm_eps=float(_value(config, where, _NUMBER, "rms_norm_eps", 1e-6)),
+      tied_embeddings=_value(config, where, _SWITCH, "tie_word_embeddings", False),
       rope_scaling=_rope_scaling(rope, where),
-      max_positions=int(config.get("max_position_embeddings", 32768)),
+      max_positions=count("max_position_embeddings", 32768),
       family=family,
       **_FAMILIES[family],
   )
@@ -176,11 +175,32 @@ def count_parameters(shape: DecoderShape) -> int:
   return shape.layers * layer + embeddings + shape.width
 
 
-def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
+_COUNT, _NUMBER = "a whole number above 0", "a finite number above 0"
+_SWITCH, _OBJECT, _LIST = "true or false", "an object", "a list"
+_MEANS = {
+    _COUNT: lambda x: type(x) is int and x > 0,  # true and false are ints of another type
+    _NUMBER: lambda x: type(x) in (int, float) and 0 < x < 3.4e38,  # what float32 holds
+    _SWITCH: lambda x: type(x) is bool,
+    _OBJECT: lambda x: isinstance(x, Mapping),
+    _LIST: lambda x: isinstance(x, (list, tuple)),
+}
+
+
+def _value(config: Mapping[str, Any], where: str, wanted: str, key: str,
+           default: Any = None) -> Any:
+  """What a key holds, if that is what is wanted there; null says as little as no key at all."""
+  value = default if config.get(key) is None else config[key]
+  if not _MEANS[wanted](value):
+    raise UserError(f"{where}: {key} is {value!r}, wanted {wanted}")
+  return value
+
+
+def _refuse_unsupported(config: Mapping[str, Any], rope: Mapping[str, Any], where: str) -> None:
   if config.get("use_sliding_window"):
     raise UserError(f"{where}: use_sliding_window is true; sliding-window attention is not "
                     "supported, wanted false")
-  others = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
+  kinds = map(str, _value(config, where, _LIST, "layer_types", ()))
+  others = sorted(set(kinds) - {"full_attention"})
   if others:
     raise UserError(f"{where}: layer_types names {', '.join(others)}; only full_attention is "
                     "supported")
@@ -192,21 +212,26 @@ def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
         raise UserError(f"{where}: {key} is true; Llama with biases is not supported")
   if config.get("model_type") == "qwen3" and config.get("attention_bias"):
     raise UserError(f"{where}: attention_bias is true; Qwen3 with biases is not supported")
-  if _rope_parameters(config).get("partial_rotary_factor", 1.0) != 1.0:
-    raise UserError(f"{where}: partial_rotary_factor is set; only whole heads are rotated")
+  if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+    raise UserError(f"{where}: partial_rotary_factor is {part!r}; only whole heads are rotated, "
+                    "wanted 1.0")
   if config.get("quantization_config"):
     raise UserError(f"{where}: quantization_config is set; only plain weights are supported")
   if config.get("vision_config") is not None:
     raise UserError(f"{where}: vision_config is set; only text models are supported")
 
 
-def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_parameters(config: Mapping[str, Any], where: str) -> dict[str, Any]:
   """Old files keep rope_theta beside rope_scaling, new ones keep both in rope_parameters."""
-  out = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-  for key in ("rope_theta", "partial_rotary_factor"):
-    if config.get(key) is not None:
-      out.setdefault(key, config[key])
-  return out
+  out = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+  for holder in ("rope_scaling", "rope_parameters"):
+    for key, value in _value(config, where, _OBJECT, holder, {}).items():
+      if isinstance(value, Mapping):
+        raise UserError(f"{where}: {holder}.{key} is {value!r}; positions by layer type are not "
+                        "supported, wanted one set for all layers")
+      if value is not None:
+        out[key] = value
+  return {key: value for key, value in out.items() if value is not None}
 
 
 _LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor",
@@ -222,9 +247,8 @@ def _rope_scaling(rope: Mapping[str, Any], where: str) -> RopeScaling | None:
   missing = [k for k in _LLAMA3_ROPE if k not in rope]
   if missing:
     raise UserError(f"{where}: rope type 'llama3' lacks {', '.join(missing)}")
-  return RopeScaling(
-      factor=float(rope["factor"]),
-      low_freq_factor=float(rope["low_freq_factor"]),
-      high_freq_factor=float(rope["high_freq_factor"]),
-      original_max_positions=int(rope["original_max_position_embeddings"]),
-  )
+  factor, low, high = (float(_value(rope, where, _NUMBER, key)) for key in _LLAMA3_ROPE[:3])
+  if low >= high:
+    raise UserError(f"{where}: low_freq_factor is {low} and high_freq_factor is {high}; wanted the "
+                    "low one below the high one")
+  return RopeScaling(factor, low, high, _value(rope, where, _COUNT, _LLAMA3_ROPE[3]))

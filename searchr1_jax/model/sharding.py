@@ -82,8 +82,7 @@ def put_batch(mesh: Mesh, batch: Any) -> Any:
 
   Every process has the whole batch on its host and takes the rows of its own devices.
   """
-  rows = tuple(a for a in ("data", "fsdp") if mesh.shape[a] > 1)
-  sharding = NamedSharding(mesh, PartitionSpec(rows) if rows else PartitionSpec())
+  sharding = _rows(mesh)
   return jax.tree.map(
       lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), batch)
 
@@ -95,18 +94,13 @@ def constrain(mesh: Mesh | None, params: Any) -> Any:
   return jax.lax.with_sharding_constraint(params, parameter_shardings(mesh, params))
 
 
-def spread_rows(mesh: Mesh | None, x: jax.Array, *axes: str | None) -> jax.Array:
+def spread_rows(mesh: Mesh | None, x: jax.Array) -> jax.Array:
   """Inside a jitted function: rows of activations over `data` and `fsdp`, as `put_batch` has them.
 
-  `axes`: the logical axes behind the rows, None for those that stay whole. Without this the
-  compiler may gather all rows on every device to save the gathering of a sharded kernel.
+  Without this the compiler may gather all rows on every device to save the gathering of a sharded
+  kernel.
   """
-  if mesh is None:
-    return x
-  rows = tuple(a for a in ("data", "fsdp") if mesh.shape[a] > 1) or None
-  sizes = x.shape[1 : 1 + len(axes)]
-  rest = _spec(mesh, [RULES[a] if a else None for a in axes], sizes)
-  return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(rows, *rest)))
+  return x if mesh is None else jax.lax.with_sharding_constraint(x, _rows(mesh))
 
 
 def to_memory(mesh: Mesh | None, params: Any, memory: str = "device") -> Any:
@@ -114,6 +108,12 @@ def to_memory(mesh: Mesh | None, params: Any, memory: str = "device") -> Any:
   if mesh is None:
     return params
   return jax.device_put(params, parameter_shardings(mesh, params, memory))
+
+
+def _rows(mesh: Mesh) -> NamedSharding:
+  """The first axis over `data` and `fsdp`."""
+  rows = tuple(a for a in ("data", "fsdp") if mesh.shape[a] > 1)
+  return NamedSharding(mesh, PartitionSpec(rows) if rows else PartitionSpec())
 
 
 def _spec(mesh: Mesh, axes: Sequence[str | None], sizes: Sequence[int]) -> PartitionSpec:

@@ -7,6 +7,7 @@ until a file is full.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -22,15 +23,15 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
+import safetensors
 import safetensors.numpy
 
 from searchr1_jax.model import decoder, folders, shapes, sharding
+from searchr1_jax.run import disk
 from searchr1_jax.types import UserError
 
 PIECE_BYTES = 2**27  # of a tensor that are read at once
 
-_COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-           "generation_config.json", "vocab.json", "merges.txt")
 _DTYPES = ("F32", "BF16", "F16")
 _HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -118,12 +119,12 @@ def local_folder(name: str) -> pathlib.Path:
     raise UserError(f"model {name!r} is neither a folder nor a hub id; wanted a folder with "
                     "config.json, or owner/name")
   import huggingface_hub
-  from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-  patterns = ["*.safetensors", "*.safetensors.index.json", "config.json", "tokenizer*",
-              "generation_config.json", "vocab.json", "merges.txt"]
+  from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+  patterns = ["*.safetensors", folders.INDEX, "config.json", "tokenizer*", "*.jinja",
+              *folders.COPIED]
   try:
     return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
-  except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as e:
+  except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
     raise UserError(f"model {name!r} is no folder here and could not be downloaded "
                     f"({type(e).__name__}); check the name, or download it and give the folder"
                     ) from e
@@ -153,36 +154,31 @@ def save(folder: str | pathlib.Path, params: decoder.Params, shape: shapes.Decod
          copy_from: str | pathlib.Path | None = None, max_file_bytes: int = 2**29) -> None:
   """Writes a folder that `load` and transformers read; it appears whole or not at all.
 
-  An older model of that name is replaced; a folder that holds anything else is refused. `config`:
+  An older model of that name is replaced (a link stays, what it points to is); a folder that holds
+  anything else is refused, and so is a number that is none, or none in this dtype. `config`:
   the config.json to write, in place of the shape's. `copy_from`: a folder whose tokenizer and
   generation files go along. `max_file_bytes`: the tensors of a file, which is also what is held on
   the host at once. Of several processes all must call it, and the first one writes.
   """
-  folder = pathlib.Path(folder)
-  writes = jax.process_index() == 0
-  fetched = _fetch(params, shape, np.dtype(dtype))
-  if not writes:
+  folders.refuse(folder)  # every process: none may wait for one that gave up
+  folder, dtype = pathlib.Path(folder).resolve(), np.dtype(dtype)
+  fetched = _fetch(params, shape, dtype)
+  if jax.process_index():
     for _, tensor in fetched:  # each takes part in gathering what no process holds alone
       tensor.block_until_ready()
   else:
-    folders.refuse(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = pathlib.Path(tempfile.mkdtemp(prefix=folder.name + ".partial-", dir=folder.parent))
-    _write_tensors(partial, fetched, _deal(shape, np.dtype(dtype).itemsize, max_file_bytes))
-    written = dict(config) if config is not None else shapes.to_hugging_face(shape)
-    written.pop("dtype", None)  # what newer writers call it; two keys must not disagree
-    written["torch_dtype"] = np.dtype(dtype).name
-    (partial / "config.json").write_text(json.dumps(written, indent=2) + "\n")
-    if copy_from is not None:
-      for source in filter(pathlib.Path.is_file, (pathlib.Path(copy_from) / n for n in _COPIED)):
+    disk.make_folder(folder.parent)
+    with disk.writing(folder), _replacing(folder) as partial:
+      _write_tensors(partial, fetched, _deal(shape, dtype.itemsize, max_file_bytes))
+      written = dict(config) if config is not None else shapes.to_hugging_face(shape)
+      written.pop("dtype", None)  # what newer writers call it; two keys must not disagree
+      written["torch_dtype"] = dtype.name
+      (partial / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+      sources = [] if copy_from is None else [pathlib.Path(copy_from) / n for n in folders.COPIED]
+      for source in filter(pathlib.Path.is_file, sources):
         shutil.copy(source, partial)
-    partial.chmod(0o755)
-    folders.install(partial, folder)
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices(f"saved {folder}")
-
-
-refuse_folder = folders.refuse  # programs ask before their work, too
 
 
 # Reading.
@@ -231,21 +227,25 @@ def _fill(param: jax.Array, file: pathlib.Path, name: str, entry: Entry,
           place: NamedSharding | None) -> jax.Array:
   """Copies a tensor to where it belongs in its parameter, piece by piece.
 
-  A piece is cut along the tensor's first axis, from what each device of this process holds of it.
+  A piece is cut along the tensor's first axis, from what each device of this process holds of it,
+  and read once for all that hold the same. All processes cut alike, as each step is one of all.
   """
   layer = [] if entry.layer is None else [entry.layer]
   held = _held(param, place)
   share = param.shape if place is None else place.shard_shape(param.shape)
   axis = len(layer) + entry.joins[0][0]
-  row_bytes = 4 * len(held) * math.prod(share[len(layer):]) // share[axis]
+  devices = 1 if place is None else place.mesh.size
+  row_bytes = 4 * devices * math.prod(share[len(layer):]) // share[axis]
   step = max(1, PIECE_BYTES // row_bytes)
   for at in range(0, share[axis], step):
-    pieces = []
+    pieces, read = [], {}
     for device, index in held.items():
-      first = index[axis].start
-      rows = slice(first + at, min(first + at + step, index[axis].stop))
-      piece = _piece(file, name, entry, (*index[:axis], rows, *index[axis + 1:])[len(layer):])
-      pieces.append(jax.device_put(piece.reshape([1] * len(layer) + list(piece.shape)), device))
+      if (key := str(index)) not in read:
+        first = index[axis].start
+        rows = slice(first + at, min(first + at + step, index[axis].stop))
+        piece = _piece(file, name, entry, (*index[:axis], rows, *index[axis + 1:])[len(layer):])
+        read[key] = piece.reshape([1] * len(layer) + list(piece.shape))
+      pieces.append(jax.device_put(read[key], device))
     value = pieces[0] if place is None else jax.make_array_from_single_device_arrays(
         tuple(n * whole // part for n, whole, part in zip(pieces[0].shape, param.shape, share)),
         place, pieces)
@@ -292,6 +292,18 @@ def _put(param: jax.Array, value: jax.Array, start: jax.Array,
 # Writing.
 
 
+@contextlib.contextmanager
+def _replacing(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+  """A new folder beside it that takes its place at the end, or goes again if that isn't reached."""
+  partial = pathlib.Path(tempfile.mkdtemp(prefix=folder.name + ".partial-", dir=folder.parent))
+  try:
+    yield partial
+    partial.chmod(0o755)
+    folders.install(partial, folder)
+  finally:
+    shutil.rmtree(partial, ignore_errors=True)
+
+
 def _deal(shape: shapes.DecoderShape, itemsize: int, max_file_bytes: int) -> list[dict[str, int]]:
   """The bytes of each tensor, file by file, in the order of `entries`."""
   files: list[dict[str, int]] = [{}]
@@ -314,7 +326,16 @@ def _fetch(params: decoder.Params, shape: shapes.DecoderShape,
     param, layered = flat[entry.path], entry.layer is not None
     if layered or shared:
       param = take(param, entry.layer or 0, layered, dtype)
-    yield name, _as_stored(param, entry.joins, dtype)
+    tensor = _as_stored(param, entry.joins, dtype)
+    if not _finite(tensor):  # on every process, so that all give up or none
+      raise UserError(f"{name} holds NaN or infinity as {dtype.name}, nothing was written; write "
+                      "float32, or an older checkpoint")
+    yield name, tensor
+
+
+@jax.jit
+def _finite(tensor: jax.Array) -> jax.Array:
+  return jnp.isfinite(tensor).all()
 
 
 @functools.cache
@@ -347,12 +368,15 @@ def _write_tensors(folder: pathlib.Path, fetched: Iterator[tuple[str, jax.Array]
   if len(files) > 1:
     index = {"metadata": {"total_size": sum(sum(held.values()) for held in files)},
              "weight_map": {t: name for name, held in zip(names, files) for t in held}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    (folder / folders.INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _write_file(path: pathlib.Path, fetched: Iterator[tuple[str, jax.Array]]) -> None:
   tensors = {name: np.ascontiguousarray(x) for name, x in fetched}
-  safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+  try:
+    safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+  except safetensors.SafetensorError as e:  # so it calls a full disk
+    raise OSError(str(e)) from e
   path.chmod(0o644)  # as any other file: the library's own are for their owner alone
 
 
