@@ -247,8 +247,8 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str,
 
   Every process calls it on the same config, and a workdir that they share.
   """
-  setup.check(config)
   distributed.refuse_differences({"config": config.to_json(), "workdir": str(workdir)})
+  setup.check(config)
   with contextlib.ExitStack() as held:
     distributed.on_leader(lambda: held.enter_context(disk.locked(workdir)))
     distributed.on_leader(lambda: _refuse_other_run(config, workdir))
@@ -343,13 +343,15 @@ def _heed(stop: checkpoint.StopFlag, done: int) -> None:
 
 
 def _refuse_other_run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> None:
-  """A workdir belongs to one run: only its length, records and devices may change on the way."""
+  """A workdir belongs to one run: only its length, records, devices and memory may change."""
   if not (workdir / cli.CONFIG_FILE).is_file():
     return
-  free = ("steps", "eval", "checkpoint", "log", "limits", "mesh")
+  free = {"steps", "eval", "checkpoint", "log", "limits", "mesh", "model.remat",
+          "model.reference_memory", "model.logits_tokens", "model.scan_layers",
+          "optimizer.moments_memory"}
   differ = [f"{key} {change}" for key, change in
             cli.differences(cli.load_config(workdir), config).items()
-            if key.split(".")[1] not in free]
+            if not free & {key.split(".")[1], key.removeprefix("config.")}]
   if differ:
     raise UserError(f"{workdir} holds a run with another config: {'; '.join(differ)}; repeat its "
                     "settings to resume it, or name another workdir")

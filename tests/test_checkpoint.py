@@ -234,21 +234,65 @@ def test_a_fingerprint_tells_any_change(tmp_path):
   assert len(set(found)) == len(found) and checkpoint.fingerprint(arrays()) == found[0]
 
 
+class FullDisk:
+  """A save that fails when its end is awaited."""
+
+  def __init__(self, path, _):
+    path.with_name(path.name + ".orbax-checkpoint-tmp").mkdir()
+
+  def result(self):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("end", [OSError(28, "No space left"), KeyboardInterrupt()])
+def test_a_step_is_there_until_another_has_replaced_it(tmp_path, monkeypatch, end):
+  saver = checkpoint.Checkpointer(tmp_path, keep=1)
+  saver.save(1, state_of(1), 0.5)
+  monkeypatch.setattr(FullDisk, "result", lambda self: (_ for _ in ()).throw(end))
+  with monkeypatch.context() as patch:
+    patch.setattr(checkpoint.ocp, "save_checkpointables_async", FullDisk)
+    with pytest.raises((checkpoint.StorageError, KeyboardInterrupt)):
+      saver.save(1, state_of(8), 0.8)
+  if isinstance(end, KeyboardInterrupt):  # a kill, after which the program starts again
+    assert saver.steps() == [] and (tmp_path / "replaced_step_00000001").is_dir()
+    saver = checkpoint.Checkpointer(tmp_path, keep=1)
+  assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
+  assert same(saver.restore(1, state_of(0)), state_of(1)) and saver.best_step() == 1
+  saver.save(1, state_of(9))
+  assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
+  assert same(saver.restore(1, state_of(0)), state_of(9))
+
+
+@pytest.mark.parametrize("error, kind", [
+    (MemoryError(), UserError),
+    (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: while trying to allocate"), UserError),
+    (OSError(5, "Input/output error"), checkpoint.StorageError),
+    (ValueError("Error opening: [OS error 24: EMFILE Too many open files]"),
+     checkpoint.StorageError)])
+def test_what_cannot_be_read_now_is_no_damage(three, monkeypatch, error, kind):
+  real = checkpoint.ocp.load_checkpointables
+
+  def lacking(path, abstract):
+    if "arrays" not in abstract:
+      return real(path, abstract)
+    raise RuntimeError("pages of words") from error
+
+  saver = checkpoint.Checkpointer(three)
+  with monkeypatch.context() as patch:
+    patch.setattr(checkpoint.ocp, "load_checkpointables", lacking)
+    with pytest.raises(kind, match="step 3 .* could not be read now .*no damage"):
+      saver.restore_newest_whole(state_of(0))
+  assert saver.restore_newest_whole(state_of(0))[0] == 3 and saver.steps() == [1, 2, 3]
+
+
 def test_a_failed_save_rises_at_its_own_step_and_leaves_nothing(tmp_path, monkeypatch):
-  class Response:
-    def __init__(self, path, _):
-      path.with_name(path.name + ".orbax-checkpoint-tmp").mkdir()
-
-    def result(self):
-      raise OSError(28, "No space left on device")
-
   for background in (False, True):
     folder = tmp_path / str(background)
     saver = checkpoint.Checkpointer(folder, background=background)
     saver.save(1, state_of(1))
     saver.wait()
     with monkeypatch.context() as patch:
-      patch.setattr(checkpoint.ocp, "save_checkpointables_async", Response)
+      patch.setattr(checkpoint.ocp, "save_checkpointables_async", FullDisk)
       with pytest.raises(checkpoint.StorageError, match="step 2 .*No space left"):
         saver.save(2, state_of(2))
         saver.wait()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import pathlib
 import signal
@@ -59,5 +61,15 @@ def test_a_folder_is_held_by_one_process_and_a_kill_gives_it_back(tmp_path):
   os.kill(holder.pid, signal.SIGKILL)
   holder.communicate()
   for _ in range(2):
+    with disk.locked(tmp_path):
+      pass
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+  def flock(*_):
+    raise OSError(errno.ENOSYS, "Function not implemented")
+
+  monkeypatch.setattr(fcntl, "flock", flock)
+  with pytest.raises(UserError, match=f"file system of {tmp_path} locks no files"):
     with disk.locked(tmp_path):
       pass

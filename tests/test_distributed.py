@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import tiny_runs
 
-from retriever.protocol import Passage
+from retriever.protocol import CorpusError, Passage, RetrievalError
 from searchr1_jax import train
 from searchr1_jax.model import sharding
 from searchr1_jax.rollout import drive, engine
@@ -126,7 +126,9 @@ def alike(runs: Runs, workdir: str, steps: int = 3) -> None:
   own = ("seconds/", "rollout/rounds", "padding")
   for mine, theirs in zip(lines, expected):
     for name in (n for n in theirs if not n.startswith(own)):
-      assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
+      # The gap between sampler and trainer is rounding itself: as much as two log-probs may differ by.
+      least = 5e-5 if name.startswith("sampler_gap/") else 1e-5
+      assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=least), name
   for mine, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
     np.testing.assert_allclose(mine, theirs, atol=1e-6)
 
@@ -210,7 +212,7 @@ def pair(words: list[str], folder: str) -> None:
   distributed.refuse_differences({"config": "same"})
   with pytest.raises(UserError, match="process 1 has another config"):
     distributed.refuse_differences({"tokenizer": "same", "config": str(me)})
-  for kind in (UserError, disk.StorageError):
+  for kind in (UserError, disk.StorageError, CorpusError, RetrievalError):
     with pytest.raises(kind, match="mend it"):
       distributed.on_leader(lambda: (_ for _ in ()).throw(kind("mend it")))
 
@@ -324,6 +326,45 @@ def test_a_lost_process_ends_the_other(who, how):
   lost.communicate()
 
 
+ERRING = """
+import sys
+from searchr1_jax.run import cli, disk, distributed
+from searchr1_jax.types import UserError
+
+def main(words):
+  values, _ = cli.parse(words, distributed.define_flags)
+  distributed.start(values)
+  distributed.barrier()
+  if values.process in {who}:
+    raise {error}
+  distributed.barrier()
+
+cli.run_program(main)
+"""
+
+
+@pytest.mark.parametrize("who, error, codes", [
+    ((0, 1), "UserError('mend it')", [2, 2]),
+    ((1,), "disk.StorageError('mend it')", [-signal.SIGABRT, 6])])
+def test_an_error_keeps_its_exit_code(who, error, codes):
+  children = start_two(ERRING.format(who=who, error=error))
+  said = [c.communicate(timeout=90)[1] for c in children]
+  assert [c.returncode for c in children] == codes, "\n".join(said)
+  assert all("error: mend it" in said[p] for p in who)
+
+
+def test_a_port_that_is_taken_or_never_opened_is_named(monkeypatch):
+  monkeypatch.setattr(distributed, "PATIENCE", 0.3)
+  start = lambda port, process: distributed.start(cli.parse(
+      [f"--coordinator=127.0.0.1:{port}", "--processes=2", f"--process={process}"],
+      distributed.define_flags)[0])
+  with socket.create_server(("127.0.0.1", 0)) as other:
+    with pytest.raises(UserError, match="cannot be opened here .*in use.*; name a free one"):
+      start(other.getsockname()[1], 0)
+  with pytest.raises(UserError, match="process 0 has not opened .* for 0.3 s"):
+    start(free_port(), 1)
+
+
 def test_episodes_survive_the_journey():
   question = Question("set", "7", "Who?", ("A",), meta={"hops": 1})
   passage = Passage("3", '"T"\nnot \ud800 whole', 0.1)
@@ -349,6 +390,9 @@ def test_episodes_survive_the_journey():
     (["--process=1"], "some are missing"),
     (["--coordinator=h:1", "--processes=2", "--process=2"], "wanted 0 to 1"),
     (["--distributed", "--process=0"], "give it or them"),
+    (["--coordinator=h", "--processes=2", "--process=1"], "is 'h'; wanted host:port"),
+    (["--coordinator=h:70000", "--processes=2", "--process=1"], "wanted host:port"),
+    (["--coordinator=http://h:1", "--processes=2", "--process=0"], "wanted host:port"),
     (["--distributed"], "could not be joined")])
 def test_flags_that_join_nothing_are_refused(words, says):
   values, _ = cli.parse(words, distributed.define_flags)

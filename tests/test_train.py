@@ -9,11 +9,15 @@ import shutil
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
 import tiny_runs
 
-from searchr1_jax import ask, evaluate, make_world, train
-from searchr1_jax.run import cli, setup
+from searchr1_jax import ask, evaluate, export, make_world, train
+from searchr1_jax.model import weights
+from searchr1_jax.run import cli, load, setup
+from searchr1_jax.text.tokenizer import Tokenizer
 from searchr1_jax.types import UserError
 
 # ml_collections loads a config file by a function that Python will drop.
@@ -55,6 +59,26 @@ def test_evaluate_answers_the_held_out_questions(run, tmp_path):
   assert "EM %" in printed and "step 2 (newest), greedy" in " ".join(printed.split())
   assert json.loads((tmp_path / "out" / "summary.json").read_text())["all"]["n"] == 6
   assert len((tmp_path / "out" / "trajectories.jsonl").read_text().splitlines()) == 6
+
+
+def test_export_writes_the_trained_policy(run, tmp_path, monkeypatch, capsys):
+  out = tmp_path / "mine"
+  main(monkeypatch, export.main, f"--workdir={run}", f"--out={out}")
+  assert "step 2 (newest)" in capsys.readouterr().out
+  policy, params, _ = load.load_trained(cli.load_config(run), run, "newest")
+  jax.tree.map(np.testing.assert_array_equal, weights.load(out), dict(params))
+  base = weights.load(policy.folder)
+  assert not np.array_equal(base["embed"], params["embed"])  # training has moved it
+  assert Tokenizer.load(out).fingerprint == policy.tokenizer.fingerprint
+  main(monkeypatch, export.main, f"--workdir={run}", f"--out={out}", "--dtype=bfloat16")  # replaces it
+  size = lambda f: (f / "model.safetensors").stat().st_size
+  assert 0.45 < size(out) / size(policy.folder) < 0.55
+  (tmp_path / "thesis").mkdir()
+  (tmp_path / "thesis" / "chapter1.txt").touch()
+  with pytest.raises(UserError, match="holds no model"):
+    export.main([f"--workdir={run}", f"--out={tmp_path / 'thesis'}"])
+  with pytest.raises(UserError, match="no folder to write"):
+    export.main([f"--workdir={run}"])
 
 
 def test_ask_shows_an_episode(run):
@@ -142,6 +166,8 @@ def refused(monkeypatch, capsys):
     ("--config.world.name=small", "world 'small' is not known; choose one of tiny"),
     ("--config.batch.lengths=(64,96)", "config.batch.lengths ends at 96"),
     ("--config.batch.lengths=(192,96)", "must be rising"),
+    ("--config.batch.lengths=(True,192)", "config.batch.lengths is (True, 192); wanted whole"),
+    ("--config.batch.tokens=191", "config.batch.tokens is 191, less than one row of 192"),
     ("--config.data.questions=999999", "a batch of 999999 out of"),
     ("--config.rollout.row_buckets=(24,99)", "must hold 1 to 80"),
     ("--config.episode.top_k=0", "config.episode.top_k is 0; wanted 1 or more"),
@@ -150,7 +176,7 @@ def refused(monkeypatch, capsys):
     ("--config.data.test=('t.jsonl',)", "generates all data, config.data.test would not be used"),
     ("--config.retriever.index=index", "config.retriever.index would not be used"),
     ("--config.algo.updates_per_batch=81", "80 episodes a step"),
-    ("--config.rollout.temperature=0", "config.rollout.temperature is 0.0; wanted more than 0"),
+    ("--config.rollout.temperature=0", "config.rollout.temperature is 0.0; wanted 0.001 or more"),
     ("--config.rollout.top_p=1.5", "is 1.5; wanted more than 0 and at most 1"),
     ("--config.algo.clip_low=1", "is 1.0; wanted 0 or more and less than 1"),
     ("--config.algo.dual_clip=0.5", "config.algo.dual_clip is 0.5; wanted more than 1"),
@@ -164,6 +190,8 @@ def test_a_mistyped_word_is_named(refused, tmp_path, word, says):
     (["--config.algo.kl_in=reward"], "algo.name=grpo takes no per-token reward"),
     (["--config.algo.kl_controller=adaptive"], "set algo.kl_in=reward"),
     (["--config.algo.value_only_steps=3"], "algo.value_only_steps needs a value"),
+    (["--config.model.reference_memory=pinned_host", "--config.algo.kl_coef=0"],
+     "algo.kl_coef=0 has none; set model.reference_memory=device"),
     (["--config.algo.importance_cap=2", "--config.algo.mask_observations=False"],
      "no sampler wrote the observations"),
     (["--config.algo.name=rloo", "--config.algo.group_size=1"], "group_size to 2 or more")])
@@ -319,6 +347,14 @@ def test_a_workdir_belongs_to_one_run(refused, run):
           "--config.eval.around=False", "--config.algo.value_only_steps=1")
   message = refused(train.main, *same, "--config.algo.clip_low=0.1")
   assert "another config: config.algo.clip_low was 0.2, is 0.1; repeat" in message
+  config = cli.load_config(run)
+  config.model.update(remat="full", reference_memory="pinned_host", logits_tokens=64,
+                      scan_layers=not config.model.scan_layers)
+  config.optimizer.moments_memory = "pinned_host"
+  train._refuse_other_run(config, run)  # where and when numbers are kept is no other run
+  config.batch.tokens += 192
+  with pytest.raises(UserError, match="another config: config.batch.tokens was"):
+    train._refuse_other_run(config, run)
 
 
 def test_a_run_that_is_not_there_is_named(refused, tmp_path):

@@ -9,8 +9,9 @@ devices. Several processes call everything here together, on a file system that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import contextlib
+import errno
 import gc
 import hashlib
 import json
@@ -40,6 +41,11 @@ _LEFTOVERS = ("*.orbax-checkpoint-tmp*", "deleting_*")
 _READ_ERRORS = (ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError,
                 OSError, RuntimeError, TypeError, ValueError)
 _WRITE_ERRORS = (OSError, RuntimeError, ValueError)
+# What a whole step too trips over, when the machine lacks something at the moment. TensorStore has
+# no error for it but words.
+_NO_MEMORY = re.compile("RESOURCE_EXHAUSTED|out of memory", re.IGNORECASE)
+_NOT_NOW = (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM, errno.EIO)
+_OS_ERROR = re.compile(r"OS error (\d+)")
 
 
 class DamagedCheckpointWarning(UserWarning):
@@ -150,23 +156,38 @@ class CheckpointReader:
 
   def _read(self, step: int, abstract: Mapping[str, Any]) -> dict[str, Any]:
     """What Orbax reads, on all processes; where one of them fails, none goes on with the rest."""
-    found, damage = None, None
+    found, failure = None, None
     with _quiet():
       try:
         with _orbax():
           found = ocp.load_checkpointables(self._path(step), abstract)
       except _READ_ERRORS as error:
-        root = _root_of(error)
-        why = f"{type(root).__name__}: {' '.join(str(root).split())[:200]}"
-        names = abstract.get("arrays") or ()
-        named = next((n for n in names if f'"{n}/' in str(root)), f"({', '.join(abstract)})")
-        damage = _Damaged(named, why)
-      if damage:
+        failure = self._failure(step, abstract, error)
+      if failure:
         time.sleep(0.1)  # what the failed read left unfinished ends here, unheard
         gc.collect()
-    if distributed.any_process(damage is not None):
-      raise damage or _Damaged(f"({', '.join(abstract)})", "another process could not read it")
-    return found
+    kinds = (type(None), _Damaged, StorageError, UserError)  # the last of any process is all's
+    kind = kinds[max(distributed.gather(bytes([kinds.index(type(failure))])))[0]]
+    if kind is type(failure):
+      if failure:
+        raise failure
+      return found
+    elsewhere = "another process could not read it"
+    raise (_Damaged(f"({', '.join(abstract)})", elsewhere) if kind is _Damaged
+           else kind(f"the checkpoint of step {step} in {self._folder}: {elsewhere}"))
+
+  def _failure(self, step: int, abstract: Mapping[str, Any], error: BaseException) -> Exception:
+    """Damage; or what keeps a step, whole or not, from being read at the moment."""
+    chain = list(_chain(error))
+    told = f"{type(chain[-1]).__name__}: {' '.join(str(chain[-1]).split())[:200]}"
+    now = f"the checkpoint of step {step} in {self._folder} could not be read now ({told}); this is"
+    if any(isinstance(e, MemoryError) or _NO_MEMORY.search(str(e)) for e in chain):
+      return UserError(f"{now} no damage: free some memory, or use more devices")
+    if any(_errno_of(e) in _NOT_NOW for e in chain):
+      return StorageError(f"{now} no damage: mend the rights, limits or disk, and repeat")
+    names = abstract.get("arrays") or ()
+    named = next((n for n in names if f'"{n}/' in str(chain[-1])), f"({', '.join(abstract)})")
+    return _Damaged(named, told)
 
   def _record(self, step: int) -> dict[str, Any]:
     record = self._read(step, {"record": None})["record"]
@@ -207,14 +228,15 @@ class Checkpointer(CheckpointReader):
     self._sweep()
 
   def save(self, step: int, state: Mapping[str, Any], metric: float | None = None) -> None:
-    """Writes the step, atomically, in place of an older one of that number."""
+    """Writes the step, atomically; an older one of that number goes once the new one is there."""
     self.wait()
     leaves = _named(state["arrays"])
     self._check_space(leaves)
     metric = None if metric is None or not math.isfinite(metric) else float(metric)
     record = _sealed({"step": step, "metric": metric, "host": _checked_json(state["host"]),
                       "leaves": _describe(leaves)})
-    self._remove(step)
+    self._metrics.pop(step, None)
+    self._move_away(step, "replaced")
     try:
       with _orbax():
         response = ocp.save_checkpointables_async(
@@ -287,8 +309,14 @@ class Checkpointer(CheckpointReader):
     distributed.barrier()
 
   def _sweep(self) -> None:
-    """Removes what a kill or a full disk left behind."""
+    """Removes what a kill or a full disk left behind; a step comes back that nothing replaced."""
     if distributed.is_leader():
+      for path in self._folder.glob("replaced_*"):
+        step = path.with_name(path.name.removeprefix("replaced_"))
+        if step.exists():
+          shutil.rmtree(path, ignore_errors=True)
+        else:
+          path.rename(step)
       for pattern in _LEFTOVERS:
         for path in self._folder.glob(pattern):
           shutil.rmtree(path, ignore_errors=True)
@@ -319,11 +347,17 @@ def _orbax() -> ocp.Context:
   return context
 
 
-def _root_of(error: BaseException) -> BaseException:
-  """The first error of a chain: Orbax wraps what TensorStore said into pages of its own."""
-  while error.__cause__ or error.__context__:
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+  """An error, what it came from, and so on: Orbax wraps what TensorStore said into pages."""
+  while error:
+    yield error
     error = error.__cause__ or error.__context__
-  return error
+
+
+def _errno_of(error: BaseException) -> int | None:
+  """The number of the operating system's error; TensorStore has it in its text."""
+  told = _OS_ERROR.search(str(error))
+  return int(told[1]) if told else getattr(error, "errno", None)
 
 
 def _named(tree: Any) -> dict[str, Any]:

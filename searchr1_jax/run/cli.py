@@ -16,9 +16,11 @@ import pathlib
 import re
 import runpy
 import sys
+import time
 from typing import Any, Callable, Iterable, Sequence
 
 from absl import flags
+import jax
 import ml_collections
 from ml_collections import config_flags
 
@@ -28,6 +30,7 @@ from searchr1_jax.types import UserError
 
 DONE, USER, NUMERIC, RETRIEVER, STORAGE, STOPPED = 0, 2, 3, 5, 6, 75
 CONFIG_FILE = "config.json"
+LAST_WORDS = 3  # seconds that process 0 outlives its own error, so that the others tell theirs
 BASE = pathlib.Path(__file__).resolve().parents[2] / "configs" / "base.py"
 
 
@@ -69,7 +72,20 @@ def run_program(main: Callable[[Sequence[str]], None]) -> None:
   except tuple(_CODES) as error:
     code = next(c for kind, c in _CODES.items() if isinstance(error, kind))
     print(f"error: {error}" if code != STOPPED else str(error), file=sys.stderr)
-    sys.exit(code)
+    _leave(code)
+
+
+def _leave(code: int):
+  """Ends the process; one of several goes at once, as JAX would wait for the others and abort.
+
+  Process 0 goes last: JAX aborts those that lose it.
+  """
+  if jax.distributed.is_initialized() and jax.process_count() > 1:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(LAST_WORDS if jax.process_index() == 0 else 0)
+    os._exit(code)
+  sys.exit(code)
 
 
 def parse(words: Sequence[str], define: Callable[[flags.FlagValues], None],

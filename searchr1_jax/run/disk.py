@@ -63,4 +63,7 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
     except BlockingIOError as error:
       raise UserError(f"another process is training in {folder}; wait for its end, or name another "
                       "workdir") from error
+    except OSError as error:
+      raise UserError(f"the file system of {folder} locks no files (flock: {error.strerror}); "
+                      "mount it with flock, or name a workdir on another") from error
     yield

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
+import socket
 import time
 from typing import Any, Callable, Sequence, TypeVar
 
@@ -18,7 +20,7 @@ from jax.experimental import multihost_utils
 import numpy as np
 from jaxtyping import Array
 
-from retriever.protocol import Passage, Search
+from retriever.protocol import CorpusError, Passage, RetrievalError, Search
 from searchr1_jax.model.decoder import Params
 from searchr1_jax.rollout import drive
 from searchr1_jax.rollout.engine import Engine
@@ -32,6 +34,9 @@ T = TypeVar("T")
 # JAX ends the others (SIGABRT, with a message that names the lost one) so many seconds after a
 # process has gone silent, or has ended while they go on.
 SILENCE, FAREWELL = 10, 15
+PATIENCE = 300  # seconds that the others wait for process 0 to open its port
+_ADDRESS = re.compile(r"([\w.-]+|\[[\da-fA-F:.%]+\]):(\d{1,5})")
+_SHARED_ERRORS = (UserError, StorageError, CorpusError, RetrievalError)
 _COUNTS = ("sample", "turns", "invalid_actions", "unexecuted_searches", "truncated_observations",
            "forged_information")
 _TOTALS = ("prefilled_tokens", "generated_tokens", "searches")
@@ -62,6 +67,8 @@ def start(values: flags.FlagValues) -> None:
                     "or --distributed alone")
   if not values.distributed and values.process >= values.processes:
     raise UserError(f"--process is {values.process}; wanted 0 to {values.processes - 1}")
+  if not values.distributed:
+    _check_port(values.coordinator, values.process == 0)
   jax.config.update("jax_enable_preemption_service", False)  # signals are this program's to heed
   try:
     jax.distributed.initialize(*told, heartbeat_timeout_seconds=SILENCE,
@@ -69,6 +76,30 @@ def start(values: flags.FlagValues) -> None:
   except (RuntimeError, ValueError) as error:
     raise UserError(f"the processes could not be joined ({error}); check that all are started, and "
                     "that the coordinator's host and port can be reached") from error
+
+
+def _check_port(coordinator: str, mine: bool) -> None:
+  """Process 0 can open the port, or the others wait until it has: JAX says neither in words."""
+  address = _ADDRESS.fullmatch(coordinator)
+  if not address or not 0 < int(address[2]) < 2**16:
+    raise UserError(f"--coordinator is {coordinator!r}; wanted host:port, such as node0:1234")
+  host, port = address[1].strip("[]"), int(address[2])
+  if mine:
+    try:
+      socket.create_server(("", port)).close()
+    except OSError as error:
+      raise UserError(f"port {port} of --coordinator={coordinator} cannot be opened here "
+                      f"({error.strerror}); name a free one") from error
+    return
+  began = time.monotonic()
+  while True:
+    try:
+      return socket.create_connection((host, port), timeout=5).close()
+    except OSError as error:
+      if time.monotonic() - began > PATIENCE:
+        raise UserError(f"process 0 has not opened --coordinator={coordinator} for {PATIENCE} s "
+                        f"({error}); start it there, and check host and port") from error
+    time.sleep(0.2)
 
 
 def is_leader() -> bool:
@@ -108,7 +139,7 @@ def from_leader(action: Callable[[], T]) -> T:
 def on_leader(action: Callable[[], T]) -> T | None:
   """Does it on process 0 alone while the others wait; None on those.
 
-  An error that a user or a disk has to mend ends all of them alike.
+  An error that has an exit code ends all of them alike.
   """
   if jax.process_count() == 1:
     return action()
@@ -116,13 +147,14 @@ def on_leader(action: Callable[[], T]) -> T | None:
   if is_leader():
     try:
       result = action()
-    except (UserError, StorageError) as e:
+    except _SHARED_ERRORS as e:
       error = e
-  told = from_leader(lambda: error and [isinstance(error, StorageError), str(error)])
+  kind = next((i for i, k in enumerate(_SHARED_ERRORS) if isinstance(error, k)), None)
+  told = from_leader(lambda: error and [kind, str(error)])
   if error:
     raise error
   if told:
-    raise (StorageError if told[0] else UserError)(told[1])
+    raise _SHARED_ERRORS[told[0]](told[1])
   return result
 
 

@@ -32,8 +32,9 @@ BOUNDS = {
         "algo.clip_high", "algo.llds_coef", "algo.value_only_steps", "optimizer.policy_lr",
         "optimizer.value_lr", "optimizer.weight_decay", "eval.every", "eval.questions",
         "log.trajectories"),
-    "(0, inf)": ("rollout.temperature", "algo.kl_target", "algo.value_clip", "algo.importance_cap",
-                 "optimizer.eps", "optimizer.clip_norm"),
+    "[0.001, inf)": ("rollout.temperature",),  # logits are divided by it, in float32
+    "(0, inf)": ("algo.kl_target", "algo.value_clip", "algo.importance_cap", "optimizer.eps",
+                 "optimizer.clip_norm"),
     "[1, inf)": (
         "model.logits_tokens", "data.questions", "episode.max_turn_tokens",
         "episode.max_episode_tokens", "episode.max_observation_tokens", "episode.top_k",
@@ -99,9 +100,15 @@ def check(c: ml_collections.ConfigDict) -> None:
     for name in names:
       _within(interval, name, c)
   for name in ("batch.lengths", "rollout.row_buckets", "rollout.chunk_buckets"):
-    if not all(isinstance(n, int) and n > 0 for n in _value(c, name)):
+    if not all(type(n) is int and n > 0 for n in _value(c, name)):  # True is an int too
       raise UserError(f"config.{name} is {_value(c, name)}; wanted whole numbers above 0")
+  if c.batch.tokens < (longest := max(c.batch.lengths, default=0)):
+    raise UserError(f"config.batch.tokens is {c.batch.tokens}, less than one row of {longest}, the "
+                    "longest of config.batch.lengths; raise it")
   _check_algorithm(c.algo)
+  if c.model.reference_memory != "device" and not c.algo.kl_coef:
+    raise UserError(f"model.reference_memory={c.model.reference_memory} places a reference, and "
+                    "algo.kl_coef=0 has none; set model.reference_memory=device")
   episodes = c.data.questions * c.algo.group_size
   if (updates := c.algo.updates_per_batch // c.algo.epochs) > episodes:
     raise UserError(f"{episodes} episodes a step (config.data.questions times algo.group_size) "
