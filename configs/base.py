@@ -107,7 +107,7 @@ def get_config() -> ml_collections.ConfigDict:
                               # tokens a row of an update batch; each that occurs compiles
       tokens=65536,           # tokens of one update batch: its rows are tokens // length
   )
-  c.mesh = dict(data=1, fsdp=1, tensor=1)  # devices along each axis
+  c.mesh = dict(data=1, fsdp=1, tensor=1)  # devices along each axis: all, if processes share a run
   c.reward = dict(
       name="em",              # em, f1, subem, em_format
       structure_weight=0.2,   # em_format's s

@@ -53,7 +53,7 @@ def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
   sizes = dict(zip(MESH_AXES, (data, fsdp, tensor)))
   wanted, there, processes = data * fsdp * tensor, len(jax.devices()), jax.process_count()
   if min(sizes.values()) < 1 or wanted > there or processes > 1 and wanted < there:
-    among = f" in {processes} processes, all of them to be used" if processes > 1 else ""
+    among = f" in {processes} processes, and all must be used" if processes > 1 else ""
     raise UserError(f"mesh {sizes} needs {wanted} devices, there are {there}{among}; change "
                     "--config.mesh.data, .fsdp or .tensor")
   return Mesh(np.array(jax.devices()[:wanted]).reshape(data, fsdp, tensor), MESH_AXES)
