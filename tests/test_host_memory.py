@@ -19,7 +19,8 @@ def test_waiting_on_the_host_changes_nothing(tmp_path):
   for name, changes in (("devices", {}), ("host", PINNED)):
     workdir = tmp_path / name
     for steps in (1, 2):  # the second time the run is resumed
-      train.train(tiny_runs.config(world, "grpo", steps=steps, **changes), workdir)
+      train.train(tiny_runs.config(world, "grpo", steps=steps, reward__search_cost=0.2,
+                                   **changes), workdir)
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     found.append([{k: v for k, v in json.loads(line).items() if not k.startswith("seconds")}
                   for line in lines])
