@@ -40,6 +40,19 @@ def random_model(args: argparse.Namespace):
   return shape, decoder.init_params(shape, jax.random.key(args.seed))
 
 
+def grpo_learner(shape: Any, chunk: int, remat: str, scan: bool):
+  """What a GRPO update in float32 takes: (function that scores, optimizer, learner)."""
+  import jax.numpy as jnp
+  from searchr1_jax.algo import update
+  score, _ = update.decoder_scores(shape, allowed_vocab=shape.vocab_size, temperature=1.0,
+                                   chunk=chunk, dtype=jnp.float32, remat=remat, scan=scan)
+  settings = update.PolicySettings(kl_loss_coef=1e-3)
+  optimizer = update.make_optimizer(b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0, clip_norm=1.0)
+  learner = update.Learner(lambda params, batch, targets: update.policy_objective(
+      score(params, batch, False), batch, targets, settings), optimizer)
+  return score, optimizer, learner
+
+
 def example_batch(seed: int, rows: int, length: int, prompt: int, vocab: int):
   """Rows of random tokens, two fifths of them behind the prompt not the policy's; their targets."""
   import jax

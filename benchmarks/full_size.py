@@ -35,13 +35,7 @@ from searchr1_jax.algo import update
 from searchr1_jax.model import shapes, weights
 
 shape = shapes.NAMED[args.model]
-score, _ = update.decoder_scores(
-    shape, allowed_vocab=shape.vocab_size, temperature=1.0, chunk=args.logits_tokens,
-    dtype=jnp.float32, remat=args.remat, scan=True)
-settings = update.PolicySettings(kl_loss_coef=1e-3)
-optimizer = update.make_optimizer(b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0, clip_norm=1.0)
-learner = update.Learner(lambda params, batch, targets: update.policy_objective(
-    score(params, batch, False), batch, targets, settings), optimizer)
+score, optimizer, learner = common.grpo_learner(shape, args.logits_tokens, args.remat, scan=True)
 seconds, peaks = {}, {}
 
 

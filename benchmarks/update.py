@@ -28,14 +28,7 @@ from searchr1_jax.algo import update
 from searchr1_jax.model import shapes
 
 shape, params = common.random_model(args)
-score_policy, _ = update.decoder_scores(shape, allowed_vocab=args.vocab, temperature=1.0,
-                                        chunk=args.chunk, dtype=jnp.float32, remat=args.remat,
-                                        scan=args.scan)
-settings = update.PolicySettings(kl_loss_coef=1e-3)
-optimizer = update.make_optimizer(b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0, clip_norm=1.0)
-learner = update.Learner(
-    lambda params, batch, targets: update.policy_objective(
-        score_policy(params, batch, False), batch, targets, settings), optimizer)
+_, optimizer, learner = common.grpo_learner(shape, args.chunk, args.remat, args.scan)
 state = update.init_train_state(params, optimizer)
 
 
