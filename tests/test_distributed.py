@@ -216,7 +216,7 @@ def pair(words: list[str], folder: str) -> None:
     with pytest.raises(kind, match="mend it"):
       distributed.on_leader(lambda: (_ for _ in ()).throw(kind("mend it")))
 
-  with pytest.raises(UserError, match="there are 4 in 2 processes, all of them to be used"):
+  with pytest.raises(UserError, match="there are 4 in 2 processes, and all must be used"):
     sharding.make_mesh(1, 2, 1)
   mesh = sharding.make_mesh(2, 2, 1)
   whole = np.arange(24, dtype=np.float32).reshape(4, 6)
