@@ -22,22 +22,24 @@ import jax
 import numpy as np
 
 from searchr1_jax.model import shapes
-from searchr1_jax.rollout import sampler, stops
+from searchr1_jax.rollout import draw, stops
 from searchr1_jax.rollout.engine import Engine, EngineShapes, Insert
 
 shape, params = common.random_model(args)
 slots = args.P + args.turns * args.T + (args.turns - 1) * args.R
 never = stops.build_automaton([b"x"] * args.vocab, [b"</search>"])
-engine = Engine(shape, EngineShapes(args.N, slots, args.T, (args.N,), (args.P, args.R)), never,
-                end_ids=(), allowed_vocab=args.vocab)
+widths = tuple(args.P + turn * (args.T + args.R) + args.T for turn in range(args.turns))
+engine = Engine(shape, EngineShapes(args.N, slots, args.T, (args.N,), (args.N,), (args.P, args.R),
+                                    widths), never, end_ids=(), allowed_vocab=args.vocab)
 
 
 def rollout(seed: int) -> None:
   rng = np.random.default_rng(seed)
-  engine.begin(params, jax.random.key(seed), sampler.sampling(1.0))
+  engine.begin(params, jax.random.key(seed), draw.sampling(1.0))
+  rows = [engine.admit([r]) for r in range(args.N)]
   for turn in range(args.turns):
     new = rng.integers(2, args.vocab, (args.N, args.R if turn else args.P)).tolist()
-    engine.insert([Insert(r, ids, args.T, turn == 0, (seed, r)) for r, ids in enumerate(new)])
+    engine.insert([Insert(r, ids, args.T, turn == 0, (seed, r)) for r, ids in zip(rows, new)])
     written = engine.decode()
     if [len(w.ids) for w in written.values()] != [args.T] * args.N:
       raise RuntimeError("a turn was cut short")
@@ -51,10 +53,10 @@ def timed(seed: int) -> float:
 
 first = timed(0)
 seconds = [timed(i + 1) for i in range(args.repeats)]
-counts = engine.counters()
+counts = engine.counts
 common.report(
     bench="rollout", N=args.N, P=args.P, T=args.T, R=args.R, turns=args.turns,
     params=shapes.count_parameters(shape), first_rollout_s=round(first, 3),
-    rollout_s=common.spread(seconds), prefilled_tokens=counts["prefilled_tokens"],
-    generated_tokens=counts["generated_tokens"],
-    generated_tok_s=round(counts["generated_tokens"] / common.spread(seconds)["median"], 1))
+    rollout_s=common.spread(seconds), prefilled_tokens=counts.prefilled,
+    generated_tokens=counts.generated,
+    generated_tok_s=round(counts.generated / common.spread(seconds)["median"], 1))

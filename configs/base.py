@@ -56,9 +56,16 @@ def get_config() -> ml_collections.ConfigDict:
       top_k=3,                # passages a search
   )
   c.rollout = dict(
-      rows=256,               # episodes that run at a time
-      row_buckets=(32, 256),  # rows of one prefill call: each compiles
+      rows=96,                # episodes a device holds at a time, those that search included
+      cache_gib=config_dict.placeholder(float),  # memory for caches; fewer rows than that are cut
+      seats=(16, 64),         # rows of a device that write at a time: each size compiles
+      seat_tokens=32,         # tokens a row writes before the next can be served: compiles
+      row_buckets=(4, 16),    # rows of one prefill call: each compiles
       chunk_buckets=(64, 512),  # tokens a row of one prefill call: each compiles
+      widths=(1024, 2048, 4096),  # tokens of a row that a call reads: each compiles
+      deterministic=False,    # the same bytes from the same seed; fixes shapes, waits for searches
+      in_flight=4,            # search requests at a time
+      search_seconds=120.0,   # until a search counts as failed
       temperature=1.0,        # of sampling in training, above 0: a gradient needs samples
       top_p=1.0,              # mass kept when sampling; 1 keeps all
       top_k=0,                # ids kept when sampling; 0 keeps all

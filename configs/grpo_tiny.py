@@ -26,7 +26,8 @@ def get_config() -> ml_collections.ConfigDict:
   c.prompt.chat_template = "no"
   c.episode.update(max_turns=4, max_turn_tokens=20, max_episode_tokens=192,
                    max_observation_tokens=64, top_k=1)
-  c.rollout.update(rows=80, row_buckets=(24, 80), chunk_buckets=(24, 64))
+  c.rollout.update(rows=80, seats=(80,), seat_tokens=20, row_buckets=(24, 80),
+                   chunk_buckets=(24, 64), deterministic=True)
   c.algo.update(name="grpo", group_size=5, kl_in="loss", kl_kind="k3", entropy_coef=0.0,
                 drop_flat_groups=True, updates_per_batch=1)
   c.optimizer.update(policy_lr=3e-4, policy_warmup=0.08, b2=0.99, weight_decay=0.0)

@@ -18,7 +18,7 @@ from absl import flags
 import jax
 import rich.console
 
-from searchr1_jax.rollout import sampler
+from searchr1_jax.rollout import draw
 from searchr1_jax.run import cli, disk, evaluation, setup, writers
 from searchr1_jax.run.load import load_trained
 from searchr1_jax.types import UserError
@@ -51,7 +51,8 @@ def main(words: Sequence[str]) -> None:
   answered = evaluation.answer_all(
       policy.engine, params, questions, policy.rules, setup.open_search(c),
       encode_prompt=policy.encode_prompt, score=policy.score,
-      how=sampler.sampling(values.temperature), key=jax.random.key(c.seed))
+      how=draw.sampling(values.temperature), key=jax.random.key(c.seed),
+      retrieval=setup.retrieval(c))
   summaries = evaluation.by_dataset(answered)
   title = f"{workdir}, {name}, " + (
       "greedy" if values.temperature == 0 else f"temperature {values.temperature:g}")

@@ -29,7 +29,7 @@ from retriever.engine import SearchEngine
 from retriever.protocol import RetrievalError
 from searchr1_jax.algo import advantages, collate, schedules, update
 from searchr1_jax.model import sharding, value
-from searchr1_jax.rollout import drive, sampler
+from searchr1_jax.rollout import draw, drive
 from searchr1_jax.run import (checkpoint, cli, data, disk, distributed, evaluation,
                               metrics as measures, setup, writers)
 from searchr1_jax.types import Question, Score, StopReason, Trajectory, UserError
@@ -156,7 +156,7 @@ class Trainer:
     for _ in range(c.limits.lost_batches):
       trajectories, stats = distributed.rollout(
           self.model.engine, state.policy.params, tasks, self.model.rules, self.search,
-          how=setup.training_sampling(c), key=key)
+          how=setup.training_sampling(c), key=key, retrieval=setup.retrieval(c))
       _, rows = self.compare(trajectories, np.zeros(len(tasks), np.float32))
       lost = len(tasks) - len(rows)  # which rows are left does not depend on rewards
       if lost <= c.limits.lost_share * len(tasks) and lost < len(tasks):
@@ -239,7 +239,7 @@ class Trainer:
     return evaluation.answer_all(
         self.model.engine, params, self.test_questions, self.model.rules, self.search,
         encode_prompt=self.model.encode_prompt, score=self.model.score,
-        how=sampler.sampling(temperature), key=key)
+        how=draw.sampling(temperature), key=key, retrieval=setup.retrieval(c))
 
 
 def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def config(world_folder: str | pathlib.Path, algorithm: str, **changes) -> ml_co
   c.retriever.index = str(folder / "index")
   c.steps = 3
   c.episode.update(max_turns=2)
-  c.rollout.update(rows=6, row_buckets=(6,), chunk_buckets=(64,))
+  c.rollout.update(rows=6, seats=(6,), row_buckets=(6,), chunk_buckets=(64,), deterministic=True)
   c.batch.update(lengths=(192,), tokens=6 * 192)
   c.algo.drop_flat_groups = False
   c.algo.value_only_steps = 0

@@ -37,16 +37,21 @@ REMAT_POLICIES = {
 class LayerCache:
   """Keys and values of one layer; slot s of a row holds that row's position s."""
 
-  k_BKSE: Float[Array, "B K S E"]
+  k_BKES: Float[Array, "B K E S"]
   v_BKSE: Float[Array, "B K S E"]
 
 
 class Place(NamedTuple):
-  """Where the tokens of a call stand, for every layer alike; `rows_B` are rows of the cache."""
+  """Where the tokens of a call stand, for every layer alike.
+
+  `rows_B`: their rows of the cache. `width`: how many of a row's slots they may see, all if None;
+  0 says that they begin their rows, so that they see each other only.
+  """
 
   positions_BL: Int[Array, "B L"]
   turn: attention.Rotation
   rows_B: Int[Array, "B"] | None
+  width: int | None
 
 
 Cache = tuple[LayerCache, ...]
@@ -54,8 +59,9 @@ Cache = tuple[LayerCache, ...]
 
 def empty_cache(shape: DecoderShape, rows: int, slots: int, dtype: Any) -> Cache:
   """A cache of `rows` x `slots` positions, nothing in it."""
-  size = (rows, shape.kv_heads, slots, shape.head_size)
-  return tuple(LayerCache(jnp.zeros(size, dtype), jnp.zeros(size, dtype))
+  row = (rows, shape.kv_heads)
+  return tuple(LayerCache(jnp.zeros((*row, shape.head_size, slots), dtype),
+                          jnp.zeros((*row, slots, shape.head_size), dtype))
                for _ in range(shape.layers))
 
 
@@ -151,7 +157,10 @@ class Attention(nn.Module):
     q_BLHE = attention.rotate(q_BLHE, turn)
     if cache is not None:
       cache = _write(cache, k_BLKE, v_BLKE, place)
-      out_BLHE = attention.attention_at(q_BLHE, *_read(cache, place.rows_B), place.positions_BL)
+    if cache is not None and place.width != 0:
+      at_BL = (place.positions_BL if kept_BP is None else
+               take_positions(place.positions_BL, kept_BP))
+      out_BLHE = attention.cached_attention(q_BLHE, *_read(cache, place), at_BL)
     elif kept_BP is not None:
       out_BLHE = attention.attention_at(q_BLHE, attention.by_head(k_BLKE),
                                         attention.by_head(v_BLKE), kept_BP)
@@ -173,16 +182,21 @@ def take_positions(tree: Any, kept_BP: Int[Array, "B P"]) -> Any:
 
 def _write(cache: LayerCache, k_BLKE, v_BLKE, place: Place) -> LayerCache:
   """Each new key and value goes to the slot of its position; what lies beyond the cache is dropped."""
-  rows_B = jnp.arange(k_BLKE.shape[0]) if place.rows_B is None else place.rows_B
-  put = lambda old, new: old.at[rows_B[:, None], :, place.positions_BL].set(
-      new.astype(old.dtype), mode="drop")
-  return LayerCache(put(cache.k_BKSE, k_BLKE), put(cache.v_BKSE, v_BLKE))
+  rows_B1 = (jnp.arange(k_BLKE.shape[0]) if place.rows_B is None else place.rows_B)[:, None]
+  k = cache.k_BKES.at[rows_B1, :, :, place.positions_BL].set(
+      k_BLKE.astype(cache.k_BKES.dtype), mode="drop")
+  v = cache.v_BKSE.at[rows_B1, :, place.positions_BL].set(
+      v_BLKE.astype(cache.v_BKSE.dtype), mode="drop")
+  return LayerCache(k, v)
 
 
-def _read(cache: LayerCache, rows_B) -> tuple[Array, Array]:
-  """Keys and values of the rows that are continued."""
-  read = (lambda x: x) if rows_B is None else (lambda x: jnp.take(x, rows_B, 0, mode="clip"))
-  return read(cache.k_BKSE), read(cache.v_BKSE)
+def _read(cache: LayerCache, place: Place) -> tuple[Array, Array]:
+  """Keys and values that the rows of a call may see."""
+  k_BKES, v_BKSE = cache.k_BKES[..., : place.width], cache.v_BKSE[:, :, : place.width]
+  if place.rows_B is None:
+    return k_BKES, v_BKSE
+  take = lambda x: jnp.take(x, place.rows_B, 0, mode="clip")
+  return take(k_BKES), take(v_BKSE)
 
 
 class MLP(nn.Module):
@@ -255,17 +269,17 @@ class Decoder(nn.Module):
 
   def __call__(self, ids_BL: Int[Array, "B L"], positions_BL: Int[Array, "B L"],
                cache: Cache | None = None, rows_B: Int[Array, "B"] | None = None,
-               kept_BP: Int[Array, "B P"] | None = None
+               kept_BP: Int[Array, "B P"] | None = None, width: int | None = None
                ) -> tuple[Float[Array, "B M D"], Cache | None]:
     """Hidden states after the last norm; with a cache, the cache with the new tokens in it.
 
     `rows_B`: the row of the cache that each row of `ids_BL` continues; its own number if None. A
-    token whose position (or row) lies beyond the cache is written nowhere. `kept_BP`: the places
-    of whole rows whose states are wanted, all if None.
+    token whose position (or row) lies beyond the cache is written nowhere. `width`: see Place.
+    `kept_BP`: the places along L whose states are wanted, all if None.
     """
     x_BLD = jnp.take(self.embed, ids_BL, axis=0).astype(self.dtype)
     turn = attention.rotation(positions_BL, attention.rope_frequencies(self.shape))
-    place = Place(positions_BL, turn, rows_B)
+    place = Place(positions_BL, turn, rows_B, width)
     if self.stacked:
       if cache is not None:
         raise ValueError("a cache needs unstacked layers: see unstack_layers")

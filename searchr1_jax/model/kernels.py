@@ -77,14 +77,28 @@ def attend(q_BKRLE: Float[Array, "B K R L E"], k_BKSE: Float[Array, "B K S E"],
   return _attend_forward(q_BKRLE, k_BKSE, v_BKSE, visible_BLS)[0]
 
 
+def attend_cached(q_BKRLE: Float[Array, "B K R L E"], k_BKES: Float[Array, "B K E S"],
+                  v_BKSE: Float[Array, "B K S E"], visible_BLS: Bool[Array, "B L S"]
+                  ) -> Float[Array, "B K R L E"]:
+  """`attend` without gradients over keys that lie as a cache keeps them: slots side by side.
+
+  A decode step reads keys as a matrix times a vector; in this order it goes at memory speed.
+  """
+  return _mix(_scores(q_BKRLE, k_BKES, visible_BLS, features=2), v_BKSE, q_BKRLE.shape)[0]
+
+
 def _attend_forward(q_BKRLE, k_BKSE, v_BKSE, visible_BLS):
-  scores_BKMS = _scores(q_BKRLE, k_BKSE, visible_BLS)
+  out_BKRLE, top_BKM1, sum_BKM1 = _mix(_scores(q_BKRLE, k_BKSE, visible_BLS), v_BKSE, q_BKRLE.shape)
+  return out_BKRLE, (q_BKRLE, k_BKSE, v_BKSE, visible_BLS, top_BKM1, sum_BKM1)
+
+
+def _mix(scores_BKMS, v_BKSE, shape):
+  """Values mixed by the softmax of the scores; the largest score and the sum of a query's terms."""
   top_BKM1 = jnp.max(scores_BKMS, axis=-1, keepdims=True)
   terms_BKMS = jnp.exp(scores_BKMS - top_BKM1)
   sum_BKM1 = jnp.sum(terms_BKMS, axis=-1, keepdims=True)
   out_BKME = _product(terms_BKMS.astype(v_BKSE.dtype), v_BKSE, 3, 2) / sum_BKM1
-  out_BKRLE = out_BKME.reshape(q_BKRLE.shape).astype(v_BKSE.dtype)
-  return out_BKRLE, (q_BKRLE, k_BKSE, v_BKSE, visible_BLS, top_BKM1, sum_BKM1)
+  return out_BKME.reshape(shape).astype(v_BKSE.dtype), top_BKM1, sum_BKM1
 
 
 def _attend_backward(kept, dout_BKRLE):
@@ -124,10 +138,10 @@ def _product(a, b, axis_a: int, axis_b: int):
                          preferred_element_type=jnp.float32)
 
 
-def _scores(q_BKRLE, k_BKSE, visible_BLS):
-  """q k / sqrt(E) where visible, as good as nothing elsewhere."""
+def _scores(q_BKRLE, k, visible_BLS, features: int = 3):
+  """q k / sqrt(E) where visible, as good as nothing elsewhere; `features`: the axis E of k."""
   size = q_BKRLE.shape
-  scores_BKMS = _product(_merge(q_BKRLE), k_BKSE, 3, 3) * np.float32(size[-1] ** -0.5)
+  scores_BKMS = _product(_merge(q_BKRLE), k, 3, features) * np.float32(size[-1] ** -0.5)
   scores = scores_BKMS.reshape(*size[:4], -1)
   return jnp.where(visible_BLS[:, None, None], scores, np.float32(_MASKED)).reshape(
       scores_BKMS.shape)

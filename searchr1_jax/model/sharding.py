@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -59,20 +59,23 @@ def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
   return Mesh(np.array(jax.devices()[:wanted]).reshape(data, fsdp, tensor), MESH_AXES)
 
 
-def parameter_shardings(mesh: Mesh, params: Any, memory: str = "device") -> Any:
+def parameter_shardings(mesh: Mesh, params: Any, memory: str = "device",
+                        axes: Sequence[str] = MESH_AXES) -> Any:
   """The sharding of each parameter (or optimizer moment: its path ends like the parameter's).
 
   An axis that a mesh axis does not divide is replicated, as key-value heads often must be.
-  `memory`: one of `MEMORIES`; scalars always live on the devices.
+  `memory`: one of `MEMORIES`; scalars always live on the devices. `axes`: of the mesh, those that
+  parameters are spread over.
   """
   def of(path, leaf):
     names = tuple(str(p.key) for p in path if hasattr(p, "key"))
-    axes = _AXES.get(names[-2:]) or _AXES.get(names[-1:])
+    known = _AXES.get(names[-2:]) or _AXES.get(names[-1:])
     kind = memory if leaf.ndim else "device"
-    if axes is None or leaf.ndim not in (len(axes), len(axes) + 1):
+    if known is None or leaf.ndim not in (len(known), len(known) + 1):
       return NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
-    axes = ("layers",) * (leaf.ndim - len(axes)) + axes
-    return NamedSharding(mesh, _spec(mesh, [RULES[a] for a in axes], leaf.shape), memory_kind=kind)
+    known = ("layers",) * (leaf.ndim - len(known)) + known
+    over = [RULES[a] if RULES[a] in axes else None for a in known]
+    return NamedSharding(mesh, _spec(mesh, over, leaf.shape), memory_kind=kind)
 
   return jax.tree_util.tree_map_with_path(of, params)
 
@@ -108,6 +111,48 @@ def to_memory(mesh: Mesh | None, params: Any, memory: str = "device") -> Any:
   if mesh is None:
     return params
   return jax.device_put(params, parameter_shardings(mesh, params, memory))
+
+
+def rollout_mesh(mesh: Mesh) -> Mesh:
+  """This process's devices of a mesh, for rollouts: heads over `tensor` as before, rows over `data`."""
+  mine = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+  tensor = mesh.shape["tensor"]
+  if len(mine) % tensor:
+    raise UserError(f"a process has {len(mine)} devices of the mesh, and config.mesh.tensor is "
+                    f"{tensor}: a rollout spreads heads within one process; lower mesh.tensor")
+  return Mesh(np.array(mine).reshape(-1, 1, tensor), MESH_AXES)
+
+
+def gather_for_rollout(mesh: Mesh, params: Any) -> Any:
+  """Inside a jitted function: parameters whole on every device, but for what `tensor` splits."""
+  return jax.lax.with_sharding_constraint(
+      params, parameter_shardings(mesh, params, axes=("tensor",)))
+
+
+def on_rollout_mesh(here: Mesh, gathered: Any) -> Any:
+  """What `gather_for_rollout` gave, as arrays of this process's `rollout_mesh` alone: no copy."""
+  shardings = parameter_shardings(here, gathered, axes=("tensor",))
+  by_device = lambda x: {s.device: s.data for s in x.addressable_shards}
+  return jax.tree.map(lambda x, sharding: jax.make_array_from_single_device_arrays(
+      x.shape, sharding, [by_device(x)[d] for d in here.devices.flat]), gathered, shardings)
+
+
+def rollout_rows(mesh: Mesh, heads: int = 0) -> NamedSharding:
+  """Rows over `data`; a second axis of key-value heads over `tensor`, where that divides them."""
+  return NamedSharding(mesh, _spec(mesh, ["data", "tensor" if heads else None], [0, heads]))
+
+
+def over_rows(mesh: Mesh, function: Callable, split: Sequence[bool]) -> Callable:
+  """The function on each device's own rows, which no other device then waits for.
+
+  `split`: of each argument, whether its leading axis is the rows; otherwise it is the same
+  everywhere. Results have rows in front. `tensor` stays with the compiler.
+  """
+  if mesh.shape["data"] == 1:
+    return function
+  specs = tuple(PartitionSpec("data") if s else PartitionSpec() for s in split)
+  return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("data"),
+                       axis_names={"data"}, check_vma=False)
 
 
 def _rows(mesh: Mesh) -> NamedSharding:

@@ -1,19 +1,20 @@
-"""Episodes on the engine: fill rows, let them write, search for those that ask, insert, go on."""
+"""Episodes on the engine: fill rows, let them write, search behind their back, insert, go on."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 import zlib
-from typing import Callable, Iterator, Sequence
+from typing import Callable, Iterable, Sequence
 
 from jaxtyping import Array
 
-from retriever.protocol import Passage, RetrievalError, Search
+from retriever.protocol import Search
 from searchr1_jax.model.decoder import Params
 from searchr1_jax.rollout import episode as ep
+from searchr1_jax.rollout.draw import Sampling
 from searchr1_jax.rollout.engine import Engine, Insert
-from searchr1_jax.rollout.sampler import Sampling
+from searchr1_jax.rollout.searches import Retrieval, Searches
 from searchr1_jax.types import Question, Role, Trajectory
 
 
@@ -33,88 +34,96 @@ class Task:
 
 @dataclasses.dataclass
 class RolloutStats:
-  """What a rollout cost: seconds by phase, tokens as the device counted them, searches run."""
+  """What a rollout cost.
+
+  `seconds`: prefill, decode, search (the device idle, every row waiting for passages) and host.
+  Tokens: prefilled, generated, and those not prefilled since another sample of the question had
+  been (`shared_tokens`) or since the row's cache still held them (`kept_tokens`). `rounds`: decode
+  calls; `seat_steps`: tokens that their seats could have written; `busy_...`: both up to the moment
+  when the last task had got its row.
+  """
 
   seconds: dict[str, float] = dataclasses.field(
       default_factory=lambda: {"prefill": 0.0, "decode": 0.0, "search": 0.0, "host": 0.0})
   prefilled_tokens: int = 0
   generated_tokens: int = 0
+  shared_tokens: int = 0
+  kept_tokens: int = 0
   searches: int = 0
   rounds: int = 0
+  seat_steps: int = 0
+  busy_seat_steps: int = 0
+  busy_generated_tokens: int = 0
+  programs: int = 0
+
+  @property
+  def occupancy(self) -> float:
+    """The share of the seats' steps that wrote a token, while tasks were waiting for rows."""
+    steps = self.busy_seat_steps or self.seat_steps
+    tokens = self.busy_generated_tokens if self.busy_seat_steps else self.generated_tokens
+    return tokens / steps if steps else 1.0
+
+  @property
+  def search_wait(self) -> float:
+    """The share of the time in which the device had nothing to do but wait for passages."""
+    total = sum(self.seconds.values())
+    return self.seconds["search"] / total if total else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Watcher:
+  """Who wants to know while it happens; tasks are named by their place.
+
+  `tokens`: ids that came into an episode, the policy's as they're written; `timeline`: (seconds,
+  what, row, task) of "begin", "search", "insert" and "end".
+  """
+
+  done: Callable[[Trajectory], None] = lambda t: None
+  tokens: Callable[[int, Role, Sequence[int]], None] = lambda task, role, ids: None
+  timeline: Callable[[float, str, int, int], None] = lambda at, what, row, task: None
 
 
 def rollout(engine: Engine, params: Params, tasks: Sequence[Task], rules: ep.Rules,
-            search: Search, *, how: Sampling, key: Array,
-            on_done: Callable[[Trajectory], None] = lambda t: None,
-            ) -> tuple[list[Trajectory], RolloutStats]:
+            search: Search, *, how: Sampling, key: Array, retrieval: Retrieval = Retrieval(),
+            watcher: Watcher = Watcher()) -> tuple[list[Trajectory], RolloutStats]:
   """Runs every task to its end; trajectories come back in the order of `tasks`.
 
   `key` belongs to the seed and the training step. More tasks than rows wait for a free one. A
   search that fails ends its episodes with `retrieval_error`; it never becomes their text.
   """
-  stats, clock = RolloutStats(), _Clock()
-  done: dict[int, Trajectory] = {}
-  waiting = iter(range(len(tasks)))
-  running: dict[int, tuple[int, ep.Episode]] = {}  # row -> (task, episode)
-  inserts: list[Insert] = []
+  run = _Run(engine, tasks, rules, Searches(search, retrieval), watcher)
   engine.begin(params, key, how)
-
-  def settle(row: int, task: int, episode: ep.Episode, effect: ep.Effect) -> ep.Search | None:
-    """Books an effect; hands back a search that has to run first."""
-    if isinstance(effect, ep.Search):
-      running[row] = (task, episode)
-      return effect
-    if isinstance(effect, ep.Finish):
-      running.pop(row, None)
-      done[task] = effect.trajectory
-      on_done(effect.trajectory)
-      return None
-    fresh = row not in running
-    running[row] = (task, episode)
-    ids = tasks[task].prompt_ids if fresh else effect.insert
-    inserts.append(Insert(row, ids, effect.max_tokens, fresh, tasks[task].seeds))
-    return None
-
-  def fill_rows() -> None:
-    free = (r for r in range(engine.shapes.rows) if r not in running)
-    for row, task in zip(free, waiting):
-      t = tasks[task]
-      settle(row, task, *ep.start(rules, t.question, t.sample, t.prompt_ids))
-
-  while len(done) < len(tasks):
-    fill_rows()
-    clock.charge(stats, "host")
-    if inserts:
-      engine.insert(inserts)
-      inserts.clear()
+  run.charge("host")
+  while run.unfinished:
+    run.fill_rows()
+    run.charge("host")
+    if run.inserts:
+      engine.insert(run.inserts)
+      run.inserts.clear()
       engine.wait()
-      clock.charge(stats, "prefill")
-    if not running:
+      run.charge("prefill")
+    if engine.writing:
+      written = engine.decode(run.on_piece)
+      run.book()
+      run.charge("decode")
+    elif run.searches:
+      written = {}
+    else:
       continue
-    written = engine.decode()
-    if not written:
-      raise RuntimeError(f"no turn ended in rows {sorted(running)}: the engine lost them")
-    stats.rounds += 1
-    clock.charge(stats, "decode")
-    asked: dict[int, ep.Search] = {}
-    for row, turn in written.items():
-      task, episode = running[row]
-      event = ep.TurnWritten(turn.ids, turn.sampler_logprobs)
-      if (wanted := settle(row, task, *ep.advance(episode, event))) is not None:
-        asked[row] = wanted
-    clock.charge(stats, "host")
-    for row, event in _search_all(search, asked):
-      settle(row, running[row][0], *ep.advance(running[row][1], event))
-    stats.searches += len(asked)
-    clock.charge(stats, "search")
-  for name, count in engine.counters().items():
-    setattr(stats, name, count)
+    # In deterministic mode what the call before this one asked is heard now, whenever it came.
+    answers = run.searches.heard(wait=retrieval.deterministic or not engine.writing)
+    run.charge("search")
+    run.take(answers)
+    run.take((row, ep.TurnWritten(w.ids, w.sampler_logprobs)) for row, w in written.items())
+    run.searches.send()
+    run.charge("host")
+  run.book()
   engine.end()
-  return [done[i] for i in range(len(tasks))], stats
+  return [run.done[i] for i in range(len(tasks))], run.stats
 
 
 def prefill_needed(trajectories: Sequence[Trajectory]) -> int:
-  """Tokens that had to be prefilled: the prompts and what the environment inserted, once each.
+  """Tokens of prompts and of what the environment inserted, once each: to be prefilled or shared.
 
   A prompt that left no room for a turn never reached the device.
   """
@@ -122,30 +131,79 @@ def prefill_needed(trajectories: Sequence[Trajectory]) -> int:
              for t in trajectories if t.segments)
 
 
-def _search_all(search: Search, asked: dict[int, ep.Search]) -> Iterator[tuple[int, ep.Event]]:
-  """One batch for all rows that ask; an engine that fails fails them all."""
-  if not asked:
-    return
-  top_k = next(iter(asked.values())).top_k
-  try:
-    found: list[list[Passage]] = search([e.query for e in asked.values()], top_k)
-  except RetrievalError as e:
-    yield from ((row, ep.SearchFailed(str(e))) for row in asked)
-    return
-  if len(found) != len(asked):
-    reason = f"the engine answered {len(found)} queries of {len(asked)}"
-    yield from ((row, ep.SearchFailed(reason)) for row in asked)
-    return
-  yield from ((row, ep.SearchDone(tuple(p))) for row, p in zip(asked, found))
+class _Run:
+  """A rollout under way: whose episode each row holds, what is due to be inserted, what it cost."""
 
+  def __init__(self, engine: Engine, tasks: Sequence[Task], rules: ep.Rules, searches: Searches,
+               watcher: Watcher):
+    self.engine, self.tasks, self.rules = engine, tasks, rules
+    self.searches, self.watcher, self.stats = searches, watcher, RolloutStats()
+    self.done: dict[int, Trajectory] = {}
+    self.inserts: list[Insert] = []
+    self._running: dict[int, tuple[int, ep.Episode]] = {}  # row -> (task, episode)
+    self._next = 0
+    self._began = self._charged = time.monotonic()
 
-class _Clock:
-  """Charges the time since the last charge to a phase."""
+  @property
+  def unfinished(self) -> bool:
+    return len(self.done) < len(self.tasks)
 
-  def __init__(self):
-    self._last = time.monotonic()
+  def fill_rows(self) -> None:
+    """Gives free rows to the next tasks; a prompt that leaves no room for a turn takes none."""
+    while self._next < len(self.tasks):
+      task = self.tasks[self._next]
+      episode, effect = ep.start(self.rules, task.question, task.sample, task.prompt_ids)
+      if isinstance(effect, ep.Finish):
+        self._finish(self._next, effect)
+      elif (row := self.engine.admit(task.prompt_ids)) is None:
+        return
+      else:
+        self._running[row] = (self._next, episode)
+        self._tell("begin", row)
+        self.inserts.append(Insert(row, task.prompt_ids, effect.max_tokens, True, task.seeds))
+      self._next += 1
 
-  def charge(self, stats: RolloutStats, phase: str) -> None:
+  def take(self, events: Iterable[tuple[int, ep.Event]]) -> None:
+    """Advances the episodes of these rows, and books what they want next."""
+    for row, event in events:
+      task, episode = self._running[row]
+      episode, effect = ep.advance(episode, event)
+      self._running[row] = (task, episode)
+      if isinstance(effect, ep.Search):
+        self.searches.ask(row, effect)
+        self.stats.searches += 1
+        self._tell("search", row)
+      elif isinstance(effect, ep.Write):
+        self._tell("insert", row)
+        self.watcher.tokens(task, Role.ENVIRONMENT, effect.insert)
+        self.inserts.append(Insert(row, effect.insert, effect.max_tokens, False,
+                                   self.tasks[task].seeds))
+      else:
+        self._tell("end", row)
+        self.engine.release(row)
+        del self._running[row]
+        self._finish(task, effect)
+
+  def on_piece(self, row: int, ids: Sequence[int]) -> None:
+    self.watcher.tokens(self._running[row][0], Role.POLICY, ids)
+
+  def book(self) -> None:
+    """Brings the engine's counts into the statistics."""
+    s, c = self.stats, self.engine.counts
+    s.prefilled_tokens, s.generated_tokens, s.programs = c.prefilled, c.generated, c.programs
+    s.shared_tokens, s.kept_tokens, s.rounds, s.seat_steps = c.shared, c.kept, c.calls, c.seat_steps
+    if self._next < len(self.tasks):
+      s.busy_seat_steps, s.busy_generated_tokens = c.seat_steps, c.generated
+
+  def charge(self, phase: str) -> None:
+    """Charges the time since the last charge to a phase."""
     now = time.monotonic()
-    stats.seconds[phase] += now - self._last
-    self._last = now
+    self.stats.seconds[phase] += now - self._charged
+    self._charged = now
+
+  def _finish(self, task: int, effect: ep.Finish) -> None:
+    self.done[task] = effect.trajectory
+    self.watcher.done(effect.trajectory)
+
+  def _tell(self, what: str, row: int) -> None:
+    self.watcher.timeline(time.monotonic() - self._began, what, row, self._running[row][0])

@@ -1,61 +1,29 @@
-"""Rows of episodes on the device: what the host knows of them, and the closed list of shapes.
+"""Rows of episodes on the device, and what the host knows of them.
 
-An episode owns a row from its prompt to its end. `insert` puts tokens behind what a row holds (or
-begins it anew), `decode` lets the open rows write; in between the cache stays where it is.
+An episode owns a row from its prompt to its end: `admit` gives it one, `insert` puts tokens behind
+what the row holds, `decode` lets open rows write, `release` hands the row on. In between its cache
+stays where it is. Rows live on every device of the process; each call serves all devices at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Iterable, Mapping, Sequence
+from typing import Any, Callable, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 from jaxtyping import Array
 
-from searchr1_jax.model import decoder
+from searchr1_jax.model import decoder, sharding
 from searchr1_jax.model.shapes import DecoderShape
-from searchr1_jax.rollout import sampler
+from searchr1_jax.rollout import sampler, slots
+from searchr1_jax.rollout.draw import Sampling
+from searchr1_jax.rollout.slots import EngineShapes, Insert
 from searchr1_jax.rollout.stops import TokenAutomaton
 from searchr1_jax.types import UserError
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineShapes:
-  """Everything that compiles: `rows` x `slots` of cache, turns up to `max_turn` tokens, and
-  prefills of each of `row_buckets` x each of `chunk_buckets`."""
-
-  rows: int
-  slots: int
-  max_turn: int
-  row_buckets: tuple[int, ...]
-  chunk_buckets: tuple[int, ...]
-
-  def __post_init__(self):
-    if not self.row_buckets or max(self.row_buckets) > self.rows:
-      raise UserError(f"row_buckets {self.row_buckets} must hold 1 to {self.rows} (rows) rows")
-    if not self.chunk_buckets:
-      raise UserError("chunk_buckets is empty; name at least one length of a prefill")
-
-  def programs(self) -> int:
-    """How many programs an engine may compile: the prefills and one decode."""
-    return len(self.row_buckets) * len(self.chunk_buckets) + 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Insert:
-  """Tokens for one row. `fresh`: the row begins anew, its randomness addressed by `seeds`.
-
-  After it the policy may write up to `max_tokens` tokens.
-  """
-
-  row: int
-  ids: Sequence[int]
-  max_tokens: int
-  fresh: bool
-  seeds: tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,23 +34,51 @@ class Written:
   sampler_logprobs: tuple[float, ...]
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "whole"))
-def lay_out(params: decoder.Params, dtype: Any,
-            whole: jax.sharding.NamedSharding | None = None) -> decoder.Params:
+@dataclasses.dataclass
+class Counts:
+  """What a rollout cost the device.
+
+  Tokens `prefilled`, `generated`, not prefilled because another sample's prompt was there
+  (`shared`) or because the row still held them (`kept`). `seat_steps`: seats times tokens of all
+  decode calls; `programs`: shapes that had not run before.
+  """
+
+  prefilled: int = 0
+  generated: int = 0
+  shared: int = 0
+  kept: int = 0
+  calls: int = 0
+  seat_steps: int = 0
+  programs: int = 0
+
+
+@dataclasses.dataclass
+class _Row:
+  """What the host knows of a row: whose it is, where its cache ends, the turn it is writing.
+
+  `place` counts episodes as they come, `prompt` is the number of the prompt in its first slots.
+  """
+
+  taken: bool = False
+  place: int = 0
+  prompt: int = -1
+  length: int = 0
+  seeds: tuple[int, int] = (0, 0)
+  writing: bool = False
+  limit: int = 0
+  stop: int = 0
+  ids: list[int] = dataclasses.field(default_factory=list)
+  logprobs: list[float] = dataclasses.field(default_factory=list)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "mesh"))
+def lay_out(params: decoder.Params, dtype: Any, mesh: Mesh | None = None) -> decoder.Params:
   """Parameters for decoding: cast once, layer by layer, so that the loop slices none.
 
-  `whole` brings them together on every device of the mesh that they were spread over.
+  With a mesh, whole on each of its devices but for the heads that `tensor` splits.
   """
   laid = decoder.unstack_layers(jax.tree.map(lambda x: x.astype(dtype), params))
-  return laid if whole is None else jax.lax.with_sharding_constraint(laid, whole)
-
-
-def _on_one_device(params: decoder.Params, dtype: Any) -> decoder.Params:
-  """Laid out on one device of this process, which then needs no other process to decode."""
-  spread = jax.tree.leaves(params)[0].sharding
-  whole = (jax.sharding.NamedSharding(spread.mesh, jax.sharding.PartitionSpec())
-           if isinstance(spread, jax.sharding.NamedSharding) else None)
-  return jax.tree.map(lambda x: x.addressable_data(0), lay_out(params, dtype, whole))
+  return laid if mesh is None else sharding.gather_for_rollout(mesh, laid)
 
 
 class Engine:
@@ -92,120 +88,225 @@ class Engine:
                end_ids: Iterable[int], allowed_vocab: int, dtype: Any = jnp.float32):
     self.shape, self.shapes, self.dtype = shape, shapes, jnp.dtype(dtype)
     self._allowed_vocab = allowed_vocab
-    self._next_state_SV = jnp.asarray(automaton.next_state_SV)
-    self._n_plain = jnp.int32(automaton.n_plain)
     ends_V = np.zeros(shape.vocab_size, bool)
     ends_V[list(end_ids)] = True
-    self._ends_V = jnp.asarray(ends_V)
-    self._state: sampler.SamplerState | None = None
+    self._stops = sampler.Stops(automaton.next_state_SV, np.int32(automaton.n_plain), ends_V)
+    self._mesh: Mesh | None = None
+    self._state: sampler.RowState | None = None
     self._params: decoder.Params | None = None
-    self._lengths = np.zeros(shapes.rows, np.int64)
+    self._met: set[tuple] = set()
+    self._devices, self._rows = 1, []
+    self.counts = Counts()
+    self._clear_desk()
 
   @property
   def cache_bytes(self) -> int:
-    """What the KV cache takes on the device, in bytes."""
-    return decoder.cache_bytes(self.shape, self.shapes.rows, self.shapes.slots, self.dtype)
-
-  def begin(self, params: decoder.Params, key: Array, how: sampler.Sampling) -> None:
-    """Starts a rollout: lays the parameters out; rows are empty, counters at 0."""
-    self._params = _on_one_device(params, self.dtype)
-    self._key, self._how = key, how
+    """What KV cache and desk take on each device at most, in bytes, heads not yet split."""
     s = self.shapes
-    state = self._state
-    if state is None:
-      state = sampler.new_state(self.shape, s.rows, s.slots, s.max_turn, self.dtype)
-    # Placed where the parameters are: a state of another placement would compile once more.
-    self._state = jax.device_put(
-        dataclasses.replace(state, active_B=np.zeros(s.rows, bool), prefilled=np.int32(0),
-                            generated=np.int32(0)), jax.tree.leaves(self._params)[0].sharding)
-    self._lengths[:] = 0
+    return decoder.cache_bytes(self.shape, s.rows + s.seats[-1], s.slots, self.dtype)
+
+  @property
+  def writing(self) -> int:
+    """How many rows have an open turn."""
+    return sum(r.writing for r in self._rows)
+
+  def begin(self, params: decoder.Params, key: Array, how: Sampling) -> None:
+    """Starts a rollout: lays the parameters out; rows are empty, counts at 0."""
+    spread = jax.tree.leaves(params)[0].sharding
+    if isinstance(spread, NamedSharding):
+      mesh = sharding.rollout_mesh(spread.mesh)
+      laid = lay_out(params, self.dtype, spread.mesh)
+    else:
+      mesh = Mesh(np.array(list(spread.device_set)).reshape(1, 1, 1), sharding.MESH_AXES)
+      laid = lay_out(params, self.dtype)
+    if mesh != self._mesh:
+      self._mesh, self._state = mesh, None
+      self._programs = sampler.programs(self.shape, self.dtype, self._allowed_vocab,
+                                        self.shapes.tokens, mesh)
+    self._params = sharding.on_rollout_mesh(mesh, laid)
+    # Placed once: arrays of the host would travel with every call.
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    self._how = jax.device_put((self._stops, key, how), everywhere)
+    self._devices = mesh.shape["data"]
+    if self._state is None:
+      self._state = self._programs.new_rows(self._devices * self.shapes.rows, self.shapes.slots)
+    self._rows = [_Row() for _ in range(self._devices * self.shapes.rows)]
+    self._prompts, self._admitted, self.counts = {}, 0, Counts()
+    self._clear_desk()
 
   def end(self) -> None:
-    """Drops the laid-out parameters; the cache stays for the next rollout."""
+    """Drops the laid-out parameters and the desk; the cache stays for the next rollout."""
     self._params = None
+    self._clear_desk()
+
+  def admit(self, prompt_ids: Sequence[int]) -> int | None:
+    """A free row for an episode, beside another sample of its prompt if it can be; or None."""
+    prompt = self._prompts.setdefault(tuple(prompt_ids), len(self._prompts))
+    size = self.shapes.rows
+    devices = [self._rows[d : d + size] for d in range(0, len(self._rows), size)]
+    free = [i for i, rows in enumerate(devices) if not all(r.taken for r in rows)]
+    if not free:
+      return None
+    device = min(free, key=lambda i: (all(r.prompt != prompt for r in devices[i]),
+                                      sum(r.taken for r in devices[i])))
+    # The one with the oldest prompt: others of a younger group may still come and share theirs.
+    row = min((i for i in range(size) if not devices[device][i].taken),
+              key=lambda i: devices[device][i].prompt)
+    r = devices[device][row]
+    r.taken, r.place = True, self._admitted
+    self._admitted += 1
+    return device * size + row
+
+  def release(self, row: int) -> None:
+    """The row may serve another episode; until then its prompt can still be shared."""
+    self._rows[row].taken = self._rows[row].writing = False
 
   def insert(self, inserts: Sequence[Insert]) -> None:
-    """Prefills each row's new tokens, several rows a call, long ones in several chunks."""
+    """Puts each row's new tokens in: several rows a call, long ones in several chunks.
+
+    A prompt that a row of the same device holds already is copied from there.
+    """
     for i in inserts:
+      self._check(i)
+    prompts = {i.row: self._prompts.setdefault(tuple(i.ids), len(self._prompts))
+               for i in inserts if i.fresh}
+    device = lambda row: row // self.shapes.rows
+    holders = {(device(n), r.prompt): n for n, r in enumerate(self._rows)
+               if r.prompt >= 0 and prompts.get(n, r.prompt) == r.prompt}  # stays as it is
+    own, shared = [], {}
+    for i in inserts:
+      at = (device(i.row), prompts.get(i.row))
+      if i.fresh and at in holders:
+        shared[i.row] = holders[at]
+      else:
+        own.append(i)
+        if i.fresh:
+          holders[at] = i.row
+    lengths = [0 if i.fresh else self._rows[i.row].length for i in own]
+    self.counts.kept += sum(lengths)
+    for call in slots.plan_prefill(own, lengths, self.shapes, self._devices):
+      self._prefill(call)
+    if shared:
+      self._share(shared, max(len(i.ids) for i in inserts if i.row in shared))
+    for i in inserts:
+      r = self._rows[i.row]
       if i.fresh:
-        self._lengths[i.row] = 0
-      total = int(self._lengths[i.row]) + len(i.ids) + i.max_tokens
-      if total > self.shapes.slots:
-        raise UserError(f"an episode needs {total} tokens, a row holds {self.shapes.slots}; "
-                        "raise rollout.slots or lower max_episode_tokens")
-      if i.max_tokens > self.shapes.max_turn:
-        raise UserError(f"a turn of {i.max_tokens} tokens was asked for, the engine's longest is "
-                        f"{self.shapes.max_turn}; lower max_turn_tokens")
-      if not i.ids:
-        raise ValueError("an insert has at least one token: a row writes after something")
-    for part in plan_inserts(inserts, self.shapes):
-      self._prefill(*part)
+        r.length, r.prompt, r.seeds = 0, prompts[i.row], i.seeds
+        self.counts.shared += len(i.ids) if i.row in shared else 0
+      r.length += len(i.ids)
+      r.limit, r.stop, r.writing, r.ids, r.logprobs = r.length + i.max_tokens, 0, True, [], []
+    changed = {i.row for i in inserts}
+    self._seated = [[None if r in changed else r for r in rows] for rows in self._seated]
 
-  def decode(self, wait_for: int = 0) -> Mapping[int, Written]:
-    """Lets open rows write until at most `wait_for` still do; the turns that ended, by row."""
-    before_B = np.asarray(self._state.active_B)
-    self._state = sampler.decode(
-        self._params, self._state, self._next_state_SV, self._n_plain, self._ends_V, self._key,
-        self._how, jnp.int32(wait_for), shape=self.shape, dtype=self.dtype,
-        allowed_vocab=self._allowed_vocab)
-    s = self._state
-    active_B, written_B, ids_BT, logprobs_BT = jax.device_get(
-        (s.active_B, s.written_B, s.ids_BT, s.logprobs_BT))
+  def decode(self, on_piece: Callable[[int, Sequence[int]], None] = lambda row, ids: None
+             ) -> Mapping[int, Written]:
+    """Lets open turns go on for one call, those of the oldest episodes first; the turns that ended.
+
+    `on_piece` is told what each row wrote, whether its turn ended or not.
+    """
+    size = self.shapes.rows
+    ready = [sorted((i for i in range(d, d + size) if self._rows[i].writing),
+                    key=lambda i: self._rows[i].place) for d in range(0, len(self._rows), size)]
+    seats = slots.seats_for(max(map(len, ready)), self.shapes)
+    chosen = [rows[:seats] for rows in ready]
+    width = slots.at_least(self.shapes.widths, max(
+        min(r.limit, r.length + self.shapes.tokens)
+        for rows in chosen for r in (self._rows[i] for i in rows)))
+    pieces = self._decode(chosen, seats, width)
+    self.counts.calls += 1
+    self.counts.seat_steps += seats * int(pieces.steps_N.max()) * self._devices
     out = {}
-    for row in np.flatnonzero(before_B & ~active_B).tolist():
-      n = int(written_B[row])
-      out[row] = Written(tuple(ids_BT[row, :n].tolist()), tuple(logprobs_BT[row, :n].tolist()))
-      self._lengths[row] += n
+    for device, rows in enumerate(self._seated):
+      for at, row in enumerate(rows, start=device * seats):
+        r, n = self._rows[row], int(pieces.counts_B[at])
+        ids = pieces.ids_BT[at, :n].tolist()
+        r.ids += ids
+        r.logprobs += pieces.logprobs_BT[at, :n].tolist()
+        r.length, r.stop, r.writing = r.length + n, int(pieces.stops_B[at]), bool(pieces.open_B[at])
+        self.counts.generated += n
+        on_piece(row, ids)
+        if not r.writing:
+          out[row] = Written(tuple(r.ids), tuple(r.logprobs))
     return out
-
-  def counters(self) -> dict[str, int]:
-    """Tokens prefilled and generated since `begin`, as counted on the device."""
-    return {"prefilled_tokens": int(self._state.prefilled),
-            "generated_tokens": int(self._state.generated)}
 
   def wait(self) -> None:
     """Returns when the device has done what it was given."""
     jax.block_until_ready(self._state)
 
-  def _prefill(self, members: Sequence[tuple[Insert, int, int]], rows: int, chunk: int) -> None:
-    """One call: tokens [start, stop) of each member's ids."""
-    slots = self.shapes.slots
-    ids_RC = np.zeros((rows, chunk), np.int32)
-    per_row = lambda fill=0: np.full(rows, fill, np.int32)
-    rows_R, counts_R, starts_R, limits_R = per_row(self.shapes.rows), per_row(), per_row(), per_row()
-    opens_R, seeds_RM = np.zeros(rows, bool), np.zeros((rows, 2), np.uint32)
-    for r, (insert, start, stop) in enumerate(members):
-      rows_R[r], counts_R[r] = insert.row, stop - start
-      ids_RC[r, : stop - start] = insert.ids[start:stop]
-      starts_R[r] = self._lengths[insert.row]
-      self._lengths[insert.row] += stop - start
-      opens_R[r] = stop == len(insert.ids)
-      limits_R[r] = min(self._lengths[insert.row] + insert.max_tokens, slots)
-      seeds_RM[r] = insert.seeds
-    self._state = sampler.prefill(
-        self._params, self._state,
-        sampler.Inserts(rows_R, ids_RC, counts_R, starts_R, opens_R, limits_R, seeds_RM),
-        shape=self.shape, dtype=self.dtype)
+  def _check(self, insert: Insert) -> None:
+    """Refuses what a row could not hold, before anything was changed."""
+    total = (0 if insert.fresh else self._rows[insert.row].length) + len(insert.ids)
+    if total + insert.max_tokens > self.shapes.slots:
+      raise UserError(f"an episode needs {total + insert.max_tokens} tokens, a row holds "
+                      f"{self.shapes.slots}; raise rollout.slots or lower max_episode_tokens")
+    if not insert.ids:
+      raise ValueError("an insert has at least one token: a row writes after something")
 
+  def _met_first(self, *program: Any) -> None:
+    """Counts a program that runs for the first time."""
+    self.counts.programs += program not in self._met
+    self._met.add(program)
 
-def plan_inserts(inserts: Sequence[Insert], shapes: EngineShapes
-                 ) -> list[tuple[list[tuple[Insert, int, int]], int, int]]:
-  """Calls (members with their token ranges, rows, chunk): each chunk in its smallest bucket.
+  def _prefill(self, call: slots.PrefillCall) -> None:
+    """One call: the parts of every device."""
+    self._met_first("prefill", call.rows, call.chunk, call.width)
+    size = (self._devices * call.rows,)
+    ids_RC, rows_R = np.zeros((*size, call.chunk), np.int32), np.full(size, self.shapes.rows, np.int32)
+    counts_R, starts_R = np.zeros(size, np.int32), np.zeros(size, np.int32)
+    prompt_R = np.zeros(size, bool)
+    for device, parts in enumerate(call.parts):
+      for r, part in enumerate(parts, start=device * call.rows):
+        n, insert = part.end - part.begin, part.insert
+        ids_RC[r, :n] = insert.ids[part.begin : part.end]
+        rows_R[r], counts_R[r] = insert.row - device * self.shapes.rows, n
+        starts_R[r], prompt_R[r] = part.start, insert.fresh and part.end == len(insert.ids)
+        self.counts.prefilled += n
+    self._state = self._programs.prefill(
+        self._params, self._state, sampler.Inserts(rows_R, ids_RC, counts_R, starts_R, prompt_R),
+        width=call.width)
 
-  A row's chunks come in order, since its later tokens attend to the earlier ones.
-  """
-  longest, widest = max(shapes.chunk_buckets), max(shapes.row_buckets)
-  calls = []
-  pending = [(i, 0) for i in inserts]
-  while pending:
-    by_bucket: dict[int, list[tuple[Insert, int, int]]] = {}
-    for insert, start in pending:
-      stop = min(len(insert.ids), start + longest)
-      chunk = min(c for c in shapes.chunk_buckets if c >= stop - start)
-      by_bucket.setdefault(chunk, []).append((insert, start, stop))
-    for chunk, members in sorted(by_bucket.items()):
-      for first in range(0, len(members), widest):
-        part = members[first : first + widest]
-        calls.append((part, min(r for r in shapes.row_buckets if r >= len(part)), chunk))
-    pending = [(i, start + longest) for i, start in pending if start + longest < len(i.ids)]
-  return calls
+  def _share(self, sources: Mapping[int, int], longest: int) -> None:
+    """Rows begin with the prompts of other rows: {row: the row that holds its prompt}."""
+    width, size = slots.at_least(self.shapes.widths, longest), self.shapes.rows
+    self._met_first("share", width)
+    from_R, to_R = (np.zeros(self._devices * size, np.int32) for _ in range(2))
+    count_N = np.zeros(self._devices, np.int32)
+    for row, source in sources.items():
+      device = row // size
+      at = device * size + count_N[device]
+      from_R[at], to_R[at] = source % size, row % size
+      count_N[device] += 1
+    self._state = self._programs.share(self._state, sampler.Shares(from_R, to_R, count_N),
+                                       width=width)
+
+  def _decode(self, chosen: Sequence[Sequence[int]], seats: int, width: int) -> sampler.Pieces:
+    """One call for the rows chosen on each device; what their seats wrote, on the host."""
+    self._met_first("decode", seats, width)
+    if self._desk_size != (seats, width):
+      self._clear_desk()
+      self._desk = self._programs.new_desk(self._devices * seats, width)
+      self._desk_size = (seats, width)
+    size = (self._devices * seats,)
+    zeros = lambda *more, dtype=np.int32: np.zeros((*size, *more), dtype)
+    rows_B, fetches_N = np.full(size, self.shapes.rows, np.int32), np.zeros(self._devices, np.int32)
+    lengths_B, limits_B, stops_B, fetch_B, seeds_BM = (
+        zeros(), zeros(), zeros(), zeros(), zeros(2, dtype=np.uint32))
+    for device, rows in enumerate(chosen):
+      self._seated[device], brought = slots.seat(self._seated[device], rows)
+      first = device * seats
+      fetch_B[first : first + len(brought)], fetches_N[device] = brought, len(brought)
+      for at, row in enumerate(self._seated[device], start=first):
+        r = self._rows[row]
+        rows_B[at], lengths_B[at] = row - device * self.shapes.rows, r.length
+        limits_B[at], stops_B[at], seeds_BM[at] = r.limit, r.stop, r.seeds
+    enough = np.int32(max(1, seats * slots.STOPPED_SHARE))
+    self._state, self._desk, pieces = self._programs.decode(
+        self._params, self._state, self._desk,
+        sampler.Seats(rows_B, lengths_B, limits_B, stops_B, seeds_BM, fetch_B, fetches_N),
+        *self._how, enough)
+    return jax.device_get(pieces)
+
+  def _clear_desk(self) -> None:
+    """Nobody sits at the desk, and its memory is free."""
+    self._desk, self._desk_size = None, None
+    self._seated: list[list[int | None]] = [[] for _ in range(self._devices)]

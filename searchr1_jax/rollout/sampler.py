@@ -1,9 +1,12 @@
 """Jitted sampling over a cache that outlives the turn: `prefill` inserts tokens, `decode` writes some.
 
-The state of all rows is one pytree, donated from call to call. Between calls the cache of a row
-holds every token of its episode, the last sampled one included, and `hidden_BD` is the state that
-predicts its next token; so an insertion prefills exactly the new tokens and nothing again.
-Temperature, limits, stops and lengths are device values: only the shapes of arrays compile.
+Between calls the cache of a row holds every token of its episode, the last sampled one included,
+and `hidden_BD` is the state that predicts its next token; so an insertion prefills exactly the new
+tokens and nothing again. Temperature, limits, stops and lengths are device values: only the
+shapes of arrays compile. The functions see the rows of one device; `programs` puts them on a mesh.
+
+Rows are decoded on a desk: a few seats, each with room for as many tokens as the longest row in
+hand needs. So rows that wait for a search cost nothing, and attention costs what lengths ask for.
 """
 
 from __future__ import annotations
@@ -11,188 +14,258 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from typing import Any
+from typing import Any, Callable, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from searchr1_jax.model import decoder
+from searchr1_jax.model import decoder, sharding
 from searchr1_jax.model.shapes import DecoderShape
+from searchr1_jax.rollout.draw import Sampling, draw
 
 
 @typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SamplerState:
-  """Every row's cache and where it stands. T: the longest turn.
-
-  `lengths_B` tokens are in the cache; `limits_B` is the length at which the row must stop;
-  `stops_B` the automaton's state; `seeds_BM` what the row's randomness is addressed by;
-  `written_B` tokens of `ids_BT` belong to the turn being written. `prefilled` and `generated`
-  count tokens as the device saw them.
-  """
+class RowState:
+  """What the device holds of every row: its cache, the state behind its last token (`hidden_BD`)
+  and the one behind its prompt (`prompt_BD`), with which other samples begin."""
 
   cache: decoder.Cache
   hidden_BD: Float[Array, "B D"]
-  lengths_B: Int[Array, "B"]
-  limits_B: Int[Array, "B"]
-  stops_B: Int[Array, "B"]
-  seeds_BM: UInt32[Array, "B 2"]
-  active_B: Bool[Array, "B"]
-  ids_BT: Int[Array, "B T"]
-  logprobs_BT: Float[Array, "B T"]
-  written_B: Int[Array, "B"]
-  prefilled: Int[Array, ""]
-  generated: Int[Array, ""]
-
-
-@typing.no_type_check
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-  """How tokens are drawn: `temperature` 0 is greedy; `top_p` 1 and `top_k` 0 cut nothing off."""
-
-  temperature: Float[Array, ""]
-  top_p: Float[Array, ""]
-  top_k: Int[Array, ""]
-
-
-def sampling(temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampling:
-  """`Sampling` from plain numbers."""
-  return Sampling(jnp.float32(temperature), jnp.float32(top_p), jnp.int32(top_k))
+  prompt_BD: Float[Array, "B D"]
 
 
 @typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Inserts:
-  """Tokens to put into rows, right-padded to C. `rows_R` beyond the batch marks an empty place.
+  """Tokens to put into rows, right-padded to C. `rows_R` beyond the rows marks an empty place.
 
-  `starts_R`: how many of the row's tokens stay (0 begins a new episode). `opens_R`: whether a
-  turn may be written after it, up to a length of `limits_R`.
+  `starts_R`: how many of the row's tokens stay. `prompt_R`: whether they end the row's prompt.
   """
 
   rows_R: Int[np.ndarray, "R"]
   ids_RC: Int[np.ndarray, "R C"]
   counts_R: Int[np.ndarray, "R"]
   starts_R: Int[np.ndarray, "R"]
-  opens_R: Bool[np.ndarray, "R"]
-  limits_R: Int[np.ndarray, "R"]
-  seeds_RM: UInt32[np.ndarray, "R 2"]
+  prompt_R: Bool[np.ndarray, "R"]
 
 
-def new_state(shape: DecoderShape, rows: int, slots: int, max_turn: int,
-              dtype: Any) -> SamplerState:
-  """A state of `rows` empty rows, each with room for `slots` tokens."""
-  per_row = lambda dt: jnp.zeros(rows, dt)
-  return SamplerState(
-      cache=decoder.empty_cache(shape, rows, slots, dtype),
-      hidden_BD=jnp.zeros((rows, shape.width), dtype),
-      lengths_B=per_row(jnp.int32), limits_B=per_row(jnp.int32), stops_B=per_row(jnp.int32),
-      seeds_BM=jnp.zeros((rows, 2), jnp.uint32), active_B=per_row(bool),
-      ids_BT=jnp.zeros((rows, max_turn), jnp.int32),
-      logprobs_BT=jnp.zeros((rows, max_turn), jnp.float32), written_B=per_row(jnp.int32),
-      prefilled=jnp.int32(0), generated=jnp.int32(0))
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Shares:
+  """Rows that begin with another's prompt; one entry a device in `count_N`, places behind it empty."""
+
+  from_R: Int[np.ndarray, "R"]
+  to_R: Int[np.ndarray, "R"]
+  count_N: Int[np.ndarray, "N"]
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"), donate_argnames="state")
-def prefill(params: decoder.Params, state: SamplerState, inserts: Inserts, *,
-            shape: DecoderShape, dtype: Any) -> SamplerState:
-  """Puts tokens into rows: ragged, each row at its own position; keeps last-token states only."""
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Seats:
+  """Who sits at the desk. `rows_B` beyond the rows marks an empty seat, behind all taken ones.
+
+  `lengths_B`: tokens in a row's cache; `limits_B`: the length at which it must stop; `stops_B`: the
+  automaton's state; `seeds_BM`: what its randomness is addressed by. The first `fetches_N` of
+  `fetch_B` are seats whose rows have to be brought.
+  """
+
+  rows_B: Int[np.ndarray, "B"]
+  lengths_B: Int[np.ndarray, "B"]
+  limits_B: Int[np.ndarray, "B"]
+  stops_B: Int[np.ndarray, "B"]
+  seeds_BM: UInt32[np.ndarray, "B 2"]
+  fetch_B: Int[np.ndarray, "B"]
+  fetches_N: Int[np.ndarray, "N"]
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stops:
+  """What ends a turn: the automaton's table, its first final state, and the end tokens."""
+
+  next_state_SV: Int[Array, "S V"]
+  n_plain: Int[Array, ""]
+  ends_V: Bool[Array, "V"]
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+  """What a call wrote: `counts_B` of the ids of each seat, and whether its turn goes on.
+
+  `steps_N`: tokens that the busiest seat of each device wrote.
+  """
+
+  ids_BT: Int[Array, "B T"]
+  logprobs_BT: Float[Array, "B T"]
+  counts_B: Int[Array, "B"]
+  stops_B: Int[Array, "B"]
+  open_B: Bool[Array, "B"]
+  steps_N: Int[Array, "N"]
+
+
+def new_rows(shape: DecoderShape, rows: int, slots: int, dtype: Any) -> RowState:
+  """`rows` empty rows, each with room for `slots` tokens."""
+  hidden_BD = jnp.zeros((rows, shape.width), dtype)
+  return RowState(decoder.empty_cache(shape, rows, slots, dtype), hidden_BD, hidden_BD)
+
+
+def prefill(params: decoder.Params, state: RowState, inserts: Inserts, *, model: decoder.Decoder,
+            width: int) -> RowState:
+  """Puts tokens into rows: ragged, each row at its own position; keeps last-token states only.
+
+  `width`: slots that the tokens may see; 0 where all of them begin their rows.
+  """
   rows_R, counts_R = inserts.rows_R, inserts.counts_R
-  slots = state.cache[0].k_BKSE.shape[2]
+  slots = state.cache[0].v_BKSE.shape[2]
   column_1C = jnp.arange(inserts.ids_RC.shape[1])[None, :]
-  real_RC = column_1C < counts_R[:, None]
-  positions_RC = jnp.where(real_RC, inserts.starts_R[:, None] + column_1C, slots)
-  hidden_RCD, cache = decoder.Decoder(shape, dtype, stacked=False).apply(
-      {"params": params}, inserts.ids_RC, positions_RC, state.cache, rows_R)
-  last_R = jnp.maximum(counts_R - 1, 0)
-  hidden_RD = jnp.take_along_axis(hidden_RCD, last_R[:, None, None], axis=1)[:, 0]
-  put = lambda old, new: old.at[rows_R].set(new, mode="drop")
-  return dataclasses.replace(
-      state,
-      cache=cache,
-      hidden_BD=put(state.hidden_BD, hidden_RD),
-      lengths_B=put(state.lengths_B, inserts.starts_R + counts_R),
-      limits_B=put(state.limits_B, inserts.limits_R),
-      stops_B=put(state.stops_B, jnp.zeros_like(counts_R)),
-      seeds_BM=put(state.seeds_BM, inserts.seeds_RM),
-      active_B=put(state.active_B, inserts.opens_R),
-      written_B=put(state.written_B, jnp.zeros_like(counts_R)),
-      prefilled=state.prefilled + jnp.sum(counts_R))
+  positions_RC = jnp.where(column_1C < counts_R[:, None], inserts.starts_R[:, None] + column_1C,
+                           slots)
+  last_R1 = jnp.maximum(counts_R - 1, 0)[:, None]
+  hidden_R1D, cache = model.apply({"params": params}, inserts.ids_RC, positions_RC, state.cache,
+                                  rows_R, last_R1, width)
+  put = lambda old, rows: old.at[rows].set(hidden_R1D[:, 0], mode="drop")
+  nowhere = state.hidden_BD.shape[0]
+  return RowState(cache, put(state.hidden_BD, rows_R),
+                  put(state.prompt_BD, jnp.where(inserts.prompt_R, rows_R, nowhere)))
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "dtype", "allowed_vocab"),
-                   donate_argnames="state")
-def decode(params: decoder.Params, state: SamplerState, next_state_SV: Int[Array, "S V"],
-           n_plain: Int[Array, ""], ends_V: Bool[Array, "V"], key: Array, how: Sampling,
-           wait_for: Int[Array, ""], *, shape: DecoderShape, dtype: Any,
-           allowed_vocab: int) -> SamplerState:
-  """Writes tokens into the active rows until at most `wait_for` of them are still writing.
+def share(state: RowState, shares: Shares, *, width: int) -> RowState:
+  """Begins rows with the prompts of others, at most `width` tokens: copied, not computed again."""
+  def one(i, state: RowState) -> RowState:
+    source, target = shares.from_R[i], shares.to_R[i]
+    prompt_1D = lax.dynamic_slice_in_dim(state.prompt_BD, source, 1)
+    put = lambda old: lax.dynamic_update_slice_in_dim(old, prompt_1D, target, 0)
+    return RowState(_copy(state.cache, source, state.cache, target, 0, width),
+                    put(state.hidden_BD), put(state.prompt_BD))
 
-  A row stops AT the token that completes a stop string, at an end token, or at its limit; that
-  token is in the cache too. `key` belongs to the seed and the training step; a token's randomness
-  is addressed by it, the row's `seeds` (question, sample) and its position.
+  return lax.fori_loop(0, shares.count_N[0], one, state)
+
+
+def decode(params: decoder.Params, state: RowState, desk: decoder.Cache, seats: Seats, stops: Stops,
+           key: Array, how: Sampling, enough: Array, *, model: decoder.Decoder,
+           allowed_vocab: int, tokens: int) -> tuple[RowState, decoder.Cache, Pieces]:
+  """Writes up to `tokens` tokens a seat; ends early when `enough` turns have ended.
+
+  A turn ends AT the token that completes a stop string, at an end token, or at its row's limit;
+  that token is in the cache too. `key` belongs to the seed and the training step; a token's
+  randomness is addressed by it, the row's seeds (question, sample) and its position.
   """
-  module = decoder.Decoder(shape, dtype, stacked=False)
-  slots = state.cache[0].k_BKSE.shape[2]
-  batch = state.active_B.shape[0]
-  row_keys = jax.vmap(lambda seed: jax.random.fold_in(jax.random.fold_in(key, seed[0]), seed[1]))(
-      state.seeds_BM)
+  rows, width = state.hidden_BD.shape[0], desk[0].v_BKSE.shape[2]
 
-  def write(s: SamplerState) -> SamplerState:
-    logits_BV = decoder.logits(params, s.hidden_BD, allowed_vocab)
-    ids_B, logprobs_B = draw(logits_BV, jax.vmap(jax.random.fold_in)(row_keys, s.lengths_B), how)
-    row_B = jnp.arange(batch)
-    column_B = jnp.where(s.active_B, s.written_B, s.ids_BT.shape[1])
-    positions_B = jnp.where(s.active_B, s.lengths_B, slots)
-    hidden_B1D, cache = module.apply({"params": params}, ids_B[:, None], positions_B[:, None],
-                                     s.cache)
-    step_B = s.active_B.astype(jnp.int32)
-    stops_B = jnp.where(s.active_B, next_state_SV[s.stops_B, ids_B].astype(jnp.int32), s.stops_B)
-    lengths_B = s.lengths_B + step_B
-    over_B = (stops_B >= n_plain) | ends_V[ids_B] | (lengths_B >= s.limits_B)
-    return dataclasses.replace(
-        s, cache=cache, stops_B=stops_B, lengths_B=lengths_B, written_B=s.written_B + step_B,
-        hidden_BD=jnp.where(s.active_B[:, None], hidden_B1D[:, 0], s.hidden_BD),
-        ids_BT=s.ids_BT.at[row_B, column_B].set(ids_B, mode="drop"),
-        logprobs_BT=s.logprobs_BT.at[row_B, column_B].set(logprobs_B, mode="drop"),
-        active_B=s.active_B & ~over_B, generated=s.generated + jnp.sum(step_B))
+  def fetch(i, desk):
+    seat = seats.fetch_B[i]
+    return _copy(state.cache, seats.rows_B[seat], desk, seat, 0, width)
 
-  # At least one token, so that a call always makes progress.
-  going = lambda carry: jnp.any(carry[1].active_B) & (
-      (carry[0] == 0) | (jnp.sum(carry[1].active_B) > wait_for))
-  _, state = jax.lax.while_loop(going, lambda c: (c[0] + 1, write(c[1])), (jnp.int32(0), state))
-  return state
+  desk = lax.fori_loop(0, seats.fetches_N[0], fetch, desk)
+  taken_B = seats.rows_B < rows
+  row_keys = jax.vmap(lambda s: jax.random.fold_in(jax.random.fold_in(key, s[0]), s[1]))(
+      seats.seeds_BM)
+  empty = (taken_B.shape[0], tokens)
+  written = Pieces(jnp.zeros(empty, jnp.int32), jnp.zeros(empty, jnp.float32),
+                   jnp.zeros_like(seats.lengths_B), seats.stops_B, taken_B,
+                   jnp.zeros((1,), jnp.int32))
+
+  class Turn(NamedTuple):
+    desk: decoder.Cache
+    hidden_BD: Array
+    written: Pieces
+
+  def write(t: Turn) -> Turn:
+    w, step = t.written, t.written.steps_N[0]
+    at_B = seats.lengths_B + w.counts_B  # of the token to come; that of a closed seat stays
+    uniform_B = jax.vmap(lambda k, at: jax.random.uniform(jax.random.fold_in(k, at)))(row_keys, at_B)
+    ids_B, logprobs_B = draw(decoder.logits(params, t.hidden_BD, allowed_vocab), uniform_B, how)
+    positions_B = jnp.where(w.open_B, at_B, width)  # beyond the desk: written nowhere
+    hidden_B1D, desk = model.apply({"params": params}, ids_B[:, None], positions_B[:, None], t.desk)
+    states_B = jnp.where(w.open_B, stops.next_state_SV[w.stops_B, ids_B].astype(jnp.int32),
+                         w.stops_B)
+    counts_B = w.counts_B + w.open_B
+    over_B = (states_B >= stops.n_plain) | stops.ends_V[ids_B] | (
+        seats.lengths_B + counts_B >= seats.limits_B)
+    column = lambda old, new_B: lax.dynamic_update_slice(old, new_B[:, None], (0, step))
+    return Turn(desk, jnp.where(w.open_B[:, None], hidden_B1D[:, 0], t.hidden_BD),
+                Pieces(column(w.ids_BT, ids_B), column(w.logprobs_BT, logprobs_B), counts_B,
+                       states_B, w.open_B & ~over_B, w.steps_N + 1))
+
+  def going(t: Turn):
+    ended = jnp.sum(taken_B) - jnp.sum(t.written.open_B)
+    return (t.written.steps_N[0] < tokens) & (ended < jnp.minimum(enough, jnp.sum(taken_B)))
+
+  hidden_BD = jnp.take(state.hidden_BD, seats.rows_B, axis=0, mode="clip")
+  turn = lax.while_loop(going, write, Turn(desk, hidden_BD, written))
+
+  def keep(seat, cache):  # what was written, and slots around it that hold the same or nothing
+    start = jnp.minimum(seats.lengths_B[seat], width - tokens)
+    return _copy(turn.desk, seat, cache, seats.rows_B[seat], start, tokens)
+
+  cache = lax.fori_loop(0, jnp.sum(taken_B), keep, state.cache)
+  hidden_BD = state.hidden_BD.at[seats.rows_B].set(turn.hidden_BD, mode="drop")
+  return dataclasses.replace(state, cache=cache, hidden_BD=hidden_BD), turn.desk, turn.written
 
 
-def draw(logits_BV: Float[Array, "B V"], keys_B: Array,
-         how: Sampling) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
-  """Draws an id a row, and tells its log-prob under logits / temperature.
+def _copy(source: decoder.Cache, row, target: decoder.Cache, to, start, count: int
+          ) -> decoder.Cache:
+  """Slots [start, start + count) of a row into the same slots of row `to` of another cache."""
+  def move(old, new, axis):
+    at = lambda row: tuple(start if i == axis else 0 if i else row for i in range(4))
+    size = tuple(count if i == axis else n if i else 1 for i, n in enumerate(old.shape))
+    return lax.dynamic_update_slice(new, lax.dynamic_slice(old, at(row), size), at(to))
 
-  The log-prob knows nothing of top-p and top-k: the loss compares it with a policy that has
-  neither. Greedy rows report the log-prob at temperature 1.
-  """
-  greedy = how.temperature <= 0
-  scaled_BV = logits_BV / jnp.where(greedy, 1.0, how.temperature)
-  kept_BV = jax.lax.cond((how.top_p < 1) | (how.top_k > 0), _cut_off, lambda x, _: x, scaled_BV, how)
-  drawn_B = jax.lax.cond(
-      greedy, lambda x, _: jnp.argmax(x, axis=-1).astype(jnp.int32),
-      lambda x, keys: jax.vmap(jax.random.categorical)(keys, x).astype(jnp.int32), kept_BV, keys_B)
-  picked_B = jnp.take_along_axis(scaled_BV, drawn_B[:, None], axis=-1)[:, 0]
-  return drawn_B, picked_B - jax.nn.logsumexp(scaled_BV, axis=-1)
+  return tuple(decoder.LayerCache(move(s.k_BKES, t.k_BKES, 3), move(s.v_BKSE, t.v_BKSE, 2))
+               for s, t in zip(source, target))
 
 
-def _cut_off(logits_BV, how: Sampling):
-  """-1e30 outside the smallest set of ids that holds `top_p` of the mass, and outside `top_k`."""
-  vocab = logits_BV.shape[-1]
-  sorted_BV = jnp.sort(logits_BV, axis=-1)[:, ::-1]
-  shares_BV = jax.nn.softmax(sorted_BV, axis=-1)
-  before_BV = jnp.cumsum(shares_BV, axis=-1) - shares_BV
-  top_k = jnp.where(how.top_k > 0, how.top_k, vocab)
-  kept_BV = (before_BV < how.top_p) & (jnp.arange(vocab)[None, :] < top_k)
-  last_B1 = jnp.maximum(jnp.sum(kept_BV, axis=-1, keepdims=True) - 1, 0)
-  threshold_B1 = jnp.take_along_axis(sorted_BV, last_B1, axis=-1)
-  return jnp.where(logits_BV >= threshold_B1, logits_BV, -1e30)
+class Programs(NamedTuple):
+  """The functions above as compiled programs over a mesh of `rollout_mesh`'s kind."""
+
+  new_rows: Callable[..., RowState]  # (rows, slots), of all devices together
+  new_desk: Callable[..., decoder.Cache]  # (seats, width)
+  prefill: Callable[..., RowState]
+  share: Callable[..., RowState]
+  decode: Callable[..., tuple[RowState, decoder.Cache, Pieces]]
+
+
+@functools.cache
+def programs(shape: DecoderShape, dtype: Any, allowed_vocab: int, tokens: int,
+             mesh: Mesh) -> Programs:
+  """One set for engines alike, so that the second one compiles nothing. State and desk are donated."""
+  model = decoder.Decoder(shape, dtype, stacked=False)
+  heads, rows = (sharding.rollout_rows(mesh, h) for h in (shape.kv_heads, 0))
+  cache = (decoder.LayerCache(heads, heads),) * shape.layers
+  state = RowState(cache, rows, rows)
+
+  def over(function: Callable, *split: bool, **static) -> Callable:
+    return sharding.over_rows(mesh, functools.partial(function, **static), split)
+
+  @functools.partial(jax.jit, static_argnames="width", donate_argnames="state",
+                     out_shardings=state)
+  def prefill_(params, state, inserts, *, width):
+    return over(prefill, False, True, True, model=model, width=width)(params, state, inserts)
+
+  @functools.partial(jax.jit, static_argnames="width", donate_argnames="state",
+                     out_shardings=state)
+  def share_(state, shares, *, width):
+    return over(share, True, True, width=width)(state, shares)
+
+  @functools.partial(jax.jit, donate_argnames=("state", "desk"),
+                     out_shardings=(state, cache, None))
+  def decode_(params, state, desk, seats, *rest):
+    return over(decode, False, True, True, True, *(False,) * 4, model=model,
+                allowed_vocab=allowed_vocab, tokens=tokens)(params, state, desk, seats, *rest)
+
+  new = lambda what, shardings: jax.jit(
+      lambda rows, slots: what(shape, rows, slots, dtype), static_argnums=(0, 1),
+      out_shardings=shardings)
+  return Programs(new(new_rows, state), new(decoder.empty_cache, cache), prefill_, share_, decode_)

@@ -25,7 +25,8 @@ from searchr1_jax.model.decoder import Params
 from searchr1_jax.rollout import drive
 from searchr1_jax.rollout.engine import Engine
 from searchr1_jax.rollout.episode import Rules
-from searchr1_jax.rollout.sampler import Sampling
+from searchr1_jax.rollout.searches import Retrieval
+from searchr1_jax.rollout.draw import Sampling
 from searchr1_jax.run.disk import StorageError
 from searchr1_jax.types import Role, SearchRecord, Segment, StopReason, Trajectory, UserError
 
@@ -39,7 +40,8 @@ _ADDRESS = re.compile(r"([\w.-]+|\[[\da-fA-F:.%]+\]):(\d{1,5})")
 _SHARED_ERRORS = (UserError, StorageError, CorpusError, RetrievalError)
 _COUNTS = ("sample", "turns", "invalid_actions", "unexecuted_searches", "truncated_observations",
            "forged_information")
-_TOTALS = ("prefilled_tokens", "generated_tokens", "searches")
+_TOTALS = ("prefilled_tokens", "generated_tokens", "shared_tokens", "kept_tokens", "searches",
+           "seat_steps", "busy_seat_steps", "busy_generated_tokens")
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -169,8 +171,8 @@ def refuse_differences(about: dict[str, str]) -> None:
 
 
 def rollout(engine: Engine, params: Params, tasks: Sequence[drive.Task], rules: Rules,
-            search: Search, *, how: Sampling,
-            key: Array) -> tuple[list[Trajectory], drive.RolloutStats]:
+            search: Search, *, how: Sampling, key: Array,
+            retrieval: Retrieval) -> tuple[list[Trajectory], drive.RolloutStats]:
   """`drive.rollout` by all processes: each runs its share of the questions, at its own pace.
 
   All get every episode, in the order of `tasks`. The samples of a question stay on one process.
@@ -180,7 +182,8 @@ def rollout(engine: Engine, params: Params, tasks: Sequence[drive.Task], rules: 
   for i, task in enumerate(tasks):
     shares[numbers[task.question.key] % len(shares)].append(i)
   mine = [tasks[i] for i in shares[jax.process_index()]]
-  found, stats = drive.rollout(engine, params, mine, rules, search, how=how, key=key)
+  found, stats = drive.rollout(engine, params, mine, rules, search, how=how, key=key,
+                               retrieval=retrieval)
   if len(shares) == 1:
     return found, stats
   began, done = time.monotonic(), {}

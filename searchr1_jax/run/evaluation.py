@@ -14,9 +14,10 @@ from jaxtyping import Array
 from retriever.protocol import RetrievalError, Search
 from searchr1_jax.model.decoder import Params
 from searchr1_jax.rollout import drive
+from searchr1_jax.rollout.draw import Sampling
 from searchr1_jax.rollout.engine import Engine
 from searchr1_jax.rollout.episode import Rules
-from searchr1_jax.rollout.sampler import Sampling
+from searchr1_jax.rollout.searches import Retrieval
 from searchr1_jax.run import distributed
 from searchr1_jax.types import Question, Score, StopReason, Trajectory
 
@@ -34,10 +35,12 @@ class Answered:
 
 def answer_all(engine: Engine, params: Params, questions: Sequence[Question], rules: Rules,
                search: Search, *, encode_prompt: Callable[[Question], tuple[int, ...]],
-               score: Callable[[Trajectory], Score], how: Sampling, key: Array) -> list[Answered]:
+               score: Callable[[Trajectory], Score], how: Sampling, key: Array,
+               retrieval: Retrieval) -> list[Answered]:
   """Every question once, in order. A search that fails is an error: no question is dropped."""
   tasks = [drive.Task(q, 0, encode_prompt(q)) for q in questions]
-  trajectories, _ = distributed.rollout(engine, params, tasks, rules, search, how=how, key=key)
+  trajectories, _ = distributed.rollout(engine, params, tasks, rules, search, how=how, key=key,
+                                        retrieval=retrieval)
   lost = [t for t in trajectories if t.stop_reason is StopReason.RETRIEVAL_ERROR]
   if lost:
     raise RetrievalError(f"the search engine failed in {len(lost)} of {len(tasks)} episodes; an "

@@ -14,9 +14,10 @@ import ml_collections
 from retriever import engine as engines
 from searchr1_jax.algo import collate, losses, update
 from searchr1_jax.model import decoder, sharding, shapes, weights
-from searchr1_jax.rollout import sampler, stops
-from searchr1_jax.rollout.engine import Engine, EngineShapes
+from searchr1_jax.rollout import draw, slots, stops
+from searchr1_jax.rollout.engine import Engine
 from searchr1_jax.rollout.episode import EpisodeSettings, Rules, make_rules
+from searchr1_jax.rollout.searches import Retrieval
 from searchr1_jax.run import cli, data
 from searchr1_jax.text import actions, prompts, rewards
 from searchr1_jax.text.tokenizer import Tokenizer
@@ -34,11 +35,11 @@ BOUNDS = {
         "log.trajectories"),
     "[0.001, inf)": ("rollout.temperature",),  # logits are divided by it, in float32
     "(0, inf)": ("algo.kl_target", "algo.value_clip", "algo.importance_cap", "optimizer.eps",
-                 "optimizer.clip_norm"),
+                 "optimizer.clip_norm", "rollout.cache_gib", "rollout.search_seconds"),
     "[1, inf)": (
         "model.logits_tokens", "data.questions", "episode.max_turn_tokens",
         "episode.max_episode_tokens", "episode.max_observation_tokens", "episode.top_k",
-        "rollout.rows", "algo.group_size", "algo.kl_horizon", "algo.epochs",
+        "rollout.rows", "rollout.seat_tokens", "rollout.in_flight", "algo.group_size", "algo.kl_horizon", "algo.epochs",
         "algo.updates_per_batch", "batch.tokens", "mesh.data", "mesh.fsdp", "mesh.tensor",
         "checkpoint.every", "checkpoint.keep", "limits.lost_batches", "limits.bad_updates"),
     "(1, inf)": ("algo.dual_clip",),
@@ -99,7 +100,8 @@ def check(c: ml_collections.ConfigDict) -> None:
   for interval, names in BOUNDS.items():
     for name in names:
       _within(interval, name, c)
-  for name in ("batch.lengths", "rollout.row_buckets", "rollout.chunk_buckets"):
+  for name in ("batch.lengths", "rollout.row_buckets", "rollout.chunk_buckets", "rollout.seats",
+               "rollout.widths"):
     if not all(type(n) is int and n > 0 for n in _value(c, name)):  # True is an int too
       raise UserError(f"config.{name} is {_value(c, name)}; wanted whole numbers above 0")
   if c.batch.tokens < (longest := max(c.batch.lengths, default=0)):
@@ -196,12 +198,9 @@ def open_policy(c: ml_collections.ConfigDict) -> Policy:
                     f"{folder} has positions for {shape.max_positions}; lower it")
   automaton = stops.build_automaton(
       tokenizer.token_bytes, [t.encode() for t in actions.STOP_TAGS], shape.vocab_size)
-  engine_shapes = EngineShapes(
-      c.rollout.rows, settings.max_episode_tokens, settings.max_turn_tokens,
-      tuple(c.rollout.row_buckets), tuple(c.rollout.chunk_buckets))
   return Policy(
       folder=folder, shape=shape, tokenizer=tokenizer,
-      engine=Engine(shape, engine_shapes, automaton, tokenizer.eos_ids, tokenizer.size,
+      engine=Engine(shape, engine_shapes(c, shape), automaton, tokenizer.eos_ids, tokenizer.size,
                     jnp.dtype(c.model.rollout_dtype)),
       rules=make_rules(settings, tokenizer.encode_plain, tokenizer.decode_bytes),
       template=TEMPLATES.get(c.prompt.template, c.prompt.template),
@@ -210,6 +209,25 @@ def open_policy(c: ml_collections.ConfigDict) -> Policy:
                   final=c.reward.format_weight, retrieval_bonus=c.reward.retrieval_hit,
                   search_cost=c.reward.search_cost,
                   no_answer_penalty=c.reward.no_answer_penalty))
+
+
+def engine_shapes(c: ml_collections.ConfigDict, shape: shapes.DecoderShape) -> slots.EngineShapes:
+  """The closed list of rollout shapes; where memory is bounded, no more rows than fit into it."""
+  r, length = c.rollout, c.episode.max_episode_tokens
+  rows, seats = r.rows, tuple(r.seats)
+  if r.cache_gib is not None:
+    row_bytes = decoder.cache_bytes(shape, 1, length, jnp.dtype(c.model.rollout_dtype))
+    rows, seats = slots.within(int(r.cache_gib * 2**30), row_bytes, rows, seats)
+  found = slots.EngineShapes(rows, length, r.seat_tokens, seats,
+                             tuple(n for n in r.row_buckets if n <= rows) or (rows,),
+                             tuple(r.chunk_buckets), tuple(r.widths))
+  return found.fixed() if r.deterministic else found
+
+
+def retrieval(c: ml_collections.ConfigDict) -> Retrieval:
+  """How searches of a rollout are run."""
+  r = c.rollout
+  return Retrieval(r.in_flight, r.search_seconds, r.deterministic)
 
 
 def open_search(c: ml_collections.ConfigDict) -> engines.SearchEngine:
@@ -294,9 +312,9 @@ def mesh(c: ml_collections.ConfigDict) -> jax.sharding.Mesh:
   return sharding.make_mesh(c.mesh.data, c.mesh.fsdp, c.mesh.tensor)
 
 
-def training_sampling(c: ml_collections.ConfigDict) -> sampler.Sampling:
+def training_sampling(c: ml_collections.ConfigDict) -> draw.Sampling:
   """How rollouts of training are drawn."""
-  return sampler.sampling(c.rollout.temperature, c.rollout.top_p, c.rollout.top_k)
+  return draw.sampling(c.rollout.temperature, c.rollout.top_p, c.rollout.top_k)
 
 
 def _value(c: ml_collections.ConfigDict, name: str) -> Any:
