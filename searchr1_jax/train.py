@@ -239,7 +239,7 @@ class Trainer:
     return evaluation.answer_all(
         self.model.engine, params, self.test_questions, self.model.rules, self.search,
         encode_prompt=self.model.encode_prompt, score=self.model.score,
-        how=draw.sampling(temperature), key=key, retrieval=setup.retrieval(c))
+        how=draw.sampling(temperature), key=key, retrieval=setup.retrieval(self.config))
 
 
 def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:

@@ -123,7 +123,8 @@ def alike(runs: Runs, workdir: str, steps: int = 3) -> None:
   expected, wanted, _ = runs.end("alone")
   assert done == steps and [line["step"] for line in lines] == list(range(steps))
   assert expected[0]["policy/grad_norm"] > 1e-2 and abs(expected[2]["kl_ref"]) > 1e-6  # it moved
-  own = ("seconds/", "rollout/rounds", "padding")
+  own = ("seconds/", "speed/", "padding",  # and what rows on several devices change
+         "rollout/rounds", "rollout/occupancy", "rollout/prefilled", "rollout/shared")
   for mine, theirs in zip(lines, expected):
     for name in (n for n in theirs if not n.startswith(own)):
       # The gap between sampler and trainer is rounding itself: as much as two log-probs may differ by.
@@ -222,8 +223,9 @@ def pair(words: list[str], folder: str) -> None:
   whole = np.arange(24, dtype=np.float32).reshape(4, 6)
   (rows,) = sharding.put_batch(mesh, (whole,))
   assert [x.data.shape for x in rows.addressable_shards] == [(1, 6)] * 2
-  local = engine._on_one_device({"layers": {"x": rows}, "y": rows}, jnp.dtype(jnp.bfloat16))
-  assert local["y"].dtype == jnp.bfloat16 and local["y"].devices() == {jax.local_devices()[0]}
+  here, local = engine.lay_out_here({"layers": {"x": rows}, "y": rows}, jnp.dtype(jnp.bfloat16))
+  assert set(here.devices.flat) == set(jax.local_devices()) == local["y"].devices()
+  assert local["y"].dtype == jnp.bfloat16
   assert np.array_equal(local["y"], whole) and np.array_equal(local["layers_3"]["x"], whole[3])
   spread_rollout(me)
   saves_of_two(pathlib.Path(folder), rows, mesh, whole)
@@ -233,7 +235,7 @@ def spread_rollout(me: int) -> None:
   """Who rolls out what, and that all get all of it."""
   mine = {0: ["a", "a", "c", "c"], 1: ["b", "b"]}[me]
 
-  def scripted(engine, params, tasks, rules, search, *, how, key):
+  def scripted(engine, params, tasks, rules, search, *, how, key, retrieval):
     assert [t.question.id for t in tasks] == mine
     stats = drive.RolloutStats(prefilled_tokens=10 ** me, rounds=me)
     return [Trajectory(t.question, t.sample, t.prompt_ids, (Segment(
@@ -241,7 +243,8 @@ def spread_rollout(me: int) -> None:
 
   drive.rollout = scripted
   tasks = [drive.Task(Question("set", q, "?", ("!",)), g, (1,)) for q in "abc" for g in range(2)]
-  found, stats = distributed.rollout(None, None, tasks, None, None, how=None, key=None)
+  found, stats = distributed.rollout(None, None, tasks, None, None, how=None, key=None,
+                                      retrieval=None)
   assert [(t.question.id, t.sample) for t in found] == [(q, g) for q in "abc" for g in range(2)]
   assert [t.response_ids[0] for t in found] == [0, 0, 1, 1, 0, 0]
   assert stats.prefilled_tokens == 11 and stats.rounds == me and stats.seconds["wait"] >= 0
@@ -254,7 +257,7 @@ def saves_of_two(folder: pathlib.Path, rows, mesh, whole: np.ndarray) -> None:
   saves = checkpoint.Checkpointer(folder / "alone")
   step, state = saves.restore_newest_whole(wanted)
   assert step == 1 and state["arrays"]["w"].sharding == place
-  local = engine._on_one_device(state["arrays"] | {"layers": state["arrays"]}, jnp.float32)
+  _, local = engine.lay_out_here(state["arrays"] | {"layers": state["arrays"]}, jnp.float32)
   assert np.array_equal(local["w"], whole)
   saves = checkpoint.Checkpointer(folder / "both", keep=2)
   for step in (1, 2, 3, 4):
@@ -381,7 +384,8 @@ def test_episodes_survive_the_journey():
   tasks = [drive.Task(t.question, t.sample, t.prompt_ids) for t in (full, empty)]
   found, totals = distributed.unpack(distributed.pack([full, empty], stats), tasks)
   assert found == [rounded, empty]
-  assert totals == {"prefilled_tokens": 3, "generated_tokens": 2, "searches": 1}
+  assert {k: n for k, n in totals.items() if n} == {
+      "prefilled_tokens": 3, "generated_tokens": 2, "searches": 1}
   assert distributed.unpack(distributed.pack([], stats), [])[0] == []
 
 

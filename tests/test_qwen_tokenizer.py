@@ -22,7 +22,7 @@ from retriever.protocol import Passage
 from searchr1_jax.algo import update
 from searchr1_jax.model import attention, decoder
 from searchr1_jax.model.shapes import DecoderShape
-from searchr1_jax.rollout import drive, sampler
+from searchr1_jax.rollout import draw, drive
 from searchr1_jax.rollout.engine import Engine, EngineShapes
 from searchr1_jax.rollout.episode import EpisodeSettings, make_rules
 from searchr1_jax.rollout.stops import build_automaton
@@ -39,7 +39,7 @@ SHAPE = DecoderShape(
     vocab_size=OUTPUTS, width=64, mlp_width=8, layers=2, heads=1, kv_heads=1, head_size=64,
     rope_theta=1e6, norm_eps=1e-6, tied_embeddings=False, qkv_bias=True)
 LENGTH = 512
-ENGINE = EngineShapes(rows=1, slots=LENGTH, max_turn=64, row_buckets=(1,), chunk_buckets=(256,))
+ENGINE = EngineShapes(rows=1, slots=LENGTH, tokens=64, seats=(1,), row_buckets=(1,), chunk_buckets=(256,))
 SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 RIVER = "Which river flows through Vienna?"
 
@@ -120,12 +120,12 @@ def prompt_of(tokenizer, kind, question=RIVER):
 def play(tokenizer, prompt_ids, params, search, max_turns):
   """One greedy episode."""
   rules = make_rules(
-      EpisodeSettings(max_turns=max_turns, max_turn_tokens=ENGINE.max_turn,
+      EpisodeSettings(max_turns=max_turns, max_turn_tokens=ENGINE.tokens,
                       max_episode_tokens=LENGTH, max_observation_tokens=160, top_k=2),
       tokenizer.encode_plain, tokenizer.decode_bytes)
   engine = Engine(SHAPE, ENGINE, automaton(tokenizer), tokenizer.eos_ids, tokenizer.size)
   task = drive.Task(Question("toy", "1", RIVER, ("Danube",)), 0, tuple(prompt_ids))
-  (t,), _ = drive.rollout(engine, params, [task], rules, search, how=sampler.sampling(0.0),
+  (t,), _ = drive.rollout(engine, params, [task], rules, search, how=draw.sampling(0.0),
                           key=jax.random.key(0))
   return t
 
@@ -341,7 +341,7 @@ def test_outputs_beyond_the_tokenizer_are_never_drawn(load, batches):
     """100 ids at a temperature at which all tokens are about as likely, the others far more so."""
     hidden_BD = jax.random.normal(key, (100, SHAPE.width)).at[:, 0].set(1.0)
     logits_BV = decoder.logits({"head": head_DV}, hidden_BD, allowed)
-    return sampler.draw(logits_BV, jax.random.split(key, 100), sampler.sampling(100.0))[0]
+    return draw.draw(logits_BV, jax.random.uniform(key, (100,)), draw.sampling(100.0))[0]
 
   keys = [jax.random.key(k) for k in range(batches)]
   drawn = np.concatenate([draw(key, load("base").size) for key in keys])

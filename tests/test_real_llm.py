@@ -11,7 +11,7 @@ import pytest
 import tiny_models as tiny
 
 from searchr1_jax.model import decoder, weights
-from searchr1_jax.rollout import sampler
+from searchr1_jax.rollout import draw
 from searchr1_jax.rollout.engine import Engine, EngineShapes, Insert
 from searchr1_jax.rollout.stops import build_automaton
 from searchr1_jax.text.tokenizer import Tokenizer
@@ -52,11 +52,14 @@ def test_greedy_text_agrees(assets):
   prompts = [tokenizer.encode(p) for p in PROMPTS]
   # A stop that never comes: the reference knows none.
   automaton = build_automaton(tokenizer.token_bytes, [b"\x00never\x00"], shape.vocab_size)
-  engine = Engine(shape, EngineShapes(len(prompts), 80, NEW_TOKENS, (len(prompts),), (16,)),
+  engine = Engine(shape, EngineShapes(len(prompts), 80, NEW_TOKENS, (len(prompts),), (len(prompts),), (16,)),
                   automaton, tokenizer.eos_ids, tokenizer.size, jnp.float32)
-  engine.begin(params, jax.random.key(0), sampler.sampling(0.0))
+  engine.begin(params, jax.random.key(0), draw.sampling(0.0))
+  assert [engine.admit(ids) for ids in prompts] == list(range(len(prompts)))
   engine.insert([Insert(row, ids, NEW_TOKENS, True, (0, row)) for row, ids in enumerate(prompts)])
-  written = engine.decode()
+  written = {}
+  while engine.writing:  # a call ends when a few of its rows have stopped
+    written |= engine.decode()
   for row, ids in enumerate(prompts):
     with torch.no_grad():
       out = model.generate(

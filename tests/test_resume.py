@@ -93,7 +93,7 @@ class Runs:
     saves = checkpoint.CheckpointReader(folder / "checkpoints")
     record = saves._record(saves.steps()[-1])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    numbers = [{k: v for k, v in line.items() if not k.startswith("seconds/")} for line in lines]
+    numbers = [{k: v for k, v in line.items() if not k.startswith(("seconds/", "speed/"))} for line in lines]
     return {"steps": saves.steps()[-1], "leaves": record["leaves"], "host": record["host"],
             "metrics": numbers}
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 
 import jax
+from jax import lax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
-
-_BLOCK = 128  # ids whose weights are first summed together
-
 
 @typing.no_type_check
 @jax.tree_util.register_dataclass
@@ -39,10 +39,11 @@ def draw(logits_BV: Float[Array, "B V"], uniform_B: Float[Array, "B"],
   scaled_BV = logits_BV / jnp.where(greedy, 1.0, how.temperature)
   top_B1 = jnp.max(scaled_BV, axis=-1, keepdims=True)
   weights_BV = jnp.exp(scaled_BV - top_B1)
-  kept_BV = jax.lax.cond((how.top_p < 1) | (how.top_k > 0), _cut_off, lambda w, _: w, weights_BV,
-                         how)
-  ids_B = jax.lax.cond(
-      greedy, lambda w, _: jnp.argmax(w, axis=-1).astype(jnp.int32), _pick, kept_BV, uniform_B)
+  least_B = lax.cond((how.top_p < 1) | (how.top_k > 0), _least_kept,
+                     lambda w, _: jnp.zeros(w.shape[:1], w.dtype), weights_BV, how)
+  least_B = jnp.where(greedy, 1.0, least_B)  # the weight of the likeliest
+  ids_B = _pick(jnp.where(weights_BV >= least_B[:, None], weights_BV, 0),
+                jnp.where(greedy, 0.0, uniform_B))
   picked_B = jnp.take_along_axis(scaled_BV, ids_B[:, None], axis=-1)[:, 0]
   return ids_B, picked_B - top_B1[:, 0] - jnp.log(jnp.sum(weights_BV, axis=-1))
 
@@ -53,38 +54,48 @@ def _pick(weights_BV: Float[Array, "B V"], uniform_B: Float[Array, "B"]) -> Int[
   Blocks of ids first, then an id of the block, so that few numbers are summed in a row. An id
   of weight 0 is never picked.
   """
-  vocab = weights_BV.shape[-1]
-  padded_BV = jnp.pad(weights_BV, ((0, 0), (0, -vocab % _BLOCK)))
-  blocks_BMV = padded_BV.reshape(weights_BV.shape[0], -1, _BLOCK)
-  block_B, inside_B = _first_beyond(jnp.sum(blocks_BMV, axis=-1), uniform_B)
-  block_BV = jnp.take_along_axis(blocks_BMV, block_B[:, None, None], axis=1)[:, 0]
-  id_B, _ = _first_beyond(block_BV, inside_B)
-  return (block_B * _BLOCK + id_B).astype(jnp.int32)
+  rows, vocab = weights_BV.shape
+  size = math.isqrt(vocab - 1) + 1
+  blocks_BMN = jnp.pad(weights_BV, ((0, 0), (0, -vocab % size))).reshape(rows, -1, size)
+  block_B, share_B = _first_beyond(jnp.sum(blocks_BMN, axis=-1), uniform_B)
+  block_BN = jnp.take_along_axis(blocks_BMN, block_B[:, None, None], axis=1)[:, 0]
+  return block_B * size + _first_beyond(block_BN, share_B)[0]
 
 
 def _first_beyond(weights_BN: Float[Array, "B N"], share_B: Float[Array, "B"]
                   ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
-  """Where the running sum passes the share of the total, and how far into that weight it does."""
-  ends_BN = jnp.cumsum(weights_BN, axis=-1)
+  """Where the running sum passes the share of the total, and at which share of that weight."""
+  size = weights_BN.shape[1]
+  ends_BN = jnp.matmul(weights_BN, np.triu(np.ones((size, size), np.float32)),
+                       precision=lax.Precision.HIGHEST)
   wanted_B1 = (share_B * ends_BN[:, -1])[:, None]
-  # Rounding may leave no sum beyond the total's share: then the last weight above 0.
-  last_B1 = weights_BN.shape[-1] - 1 - jnp.argmax(weights_BN[:, ::-1] > 0, axis=-1)[:, None]
-  beyond_BN = (ends_BN > wanted_B1) & (weights_BN > 0)
-  at_B1 = jnp.where(jnp.any(beyond_BN, axis=-1, keepdims=True),
-                    jnp.argmax(beyond_BN, axis=-1)[:, None], last_B1)
-  own_B1 = jnp.take_along_axis(weights_BN, at_B1, axis=-1)
-  before_B1 = jnp.take_along_axis(ends_BN, at_B1, axis=-1) - own_B1
-  return at_B1[:, 0], jnp.clip((wanted_B1 - before_B1) / own_B1, 0, 1)[:, 0]
+  # Where rounding leaves no sum beyond the share: the last weight above 0.
+  candidates_BN = weights_BN > 0
+  number_N = jnp.arange(size, dtype=jnp.int32)[None, :]
+  last_B1 = jnp.max(jnp.where(candidates_BN, number_N, 0), axis=-1, keepdims=True)
+  first_B1 = jnp.min(jnp.where(candidates_BN & (ends_BN > wanted_B1), number_N, last_B1), axis=-1,
+                     keepdims=True)
+  at = lambda x_BN: jnp.take_along_axis(x_BN, first_B1, axis=-1)[:, 0]
+  share_B = 1 - (at(ends_BN) - wanted_B1[:, 0]) / at(weights_BN)
+  return first_B1[:, 0], jnp.clip(share_B, 0, 1)
 
 
-def _cut_off(weights_BV, how: Sampling):
-  """0 outside the smallest set of ids that holds `top_p` of the mass, and outside `top_k`."""
-  vocab = weights_BV.shape[-1]
-  sorted_BV = jnp.sort(weights_BV, axis=-1)[:, ::-1]
-  shares_BV = sorted_BV / jnp.sum(sorted_BV, axis=-1, keepdims=True)
-  before_BV = jnp.cumsum(shares_BV, axis=-1) - shares_BV
-  top_k = jnp.where(how.top_k > 0, how.top_k, vocab)
-  kept_BV = (before_BV < how.top_p) & (jnp.arange(vocab)[None, :] < top_k)
-  last_B1 = jnp.maximum(jnp.sum(kept_BV, axis=-1, keepdims=True) - 1, 0)
-  threshold_B1 = jnp.take_along_axis(sorted_BV, last_B1, axis=-1)
-  return jnp.where(weights_BV >= threshold_B1, weights_BV, 0)
+def _least_kept(weights_BV: Float[Array, "B V"], how: Sampling) -> Float[Array, "B"]:
+  """The least weight in the smallest set of ids that holds `top_p` of the mass, or `top_k` ids.
+
+  It is searched bit by bit, since positive floats are ordered like their bits: 31 sums instead of
+  a sort. Ids of one weight stay or go together.
+  """
+  mass_B = jnp.where(how.top_p < 1, how.top_p * jnp.sum(weights_BV, axis=-1), jnp.inf)
+  count = jnp.where(how.top_k > 0, how.top_k, weights_BV.shape[-1])
+  as_float = lambda bits_B: lax.bitcast_convert_type(bits_B, jnp.float32)
+
+  def narrow(i, least_B):
+    tried_B = least_B | (1 << (30 - i))
+    kept_BV = weights_BV >= as_float(tried_B)[:, None]
+    mass_kept_B = jnp.sum(jnp.where(kept_BV, weights_BV, 0), axis=-1)
+    count_kept_B = jnp.sum(kept_BV, axis=-1)
+    enough_B = (mass_kept_B >= mass_B) | (count_kept_B >= count)
+    return jnp.where(enough_B & (count_kept_B > 0), tried_B, least_B)
+
+  return as_float(lax.fori_loop(0, 31, narrow, jnp.zeros(weights_BV.shape[:1], jnp.int32)))

@@ -81,6 +81,17 @@ def lay_out(params: decoder.Params, dtype: Any, mesh: Mesh | None = None) -> dec
   return laid if mesh is None else sharding.gather_for_rollout(mesh, laid)
 
 
+def lay_out_here(params: decoder.Params, dtype: Any) -> tuple[Mesh, decoder.Params]:
+  """Parameters laid out on this process's own devices, and the mesh of those."""
+  spread = jax.tree.leaves(params)[0].sharding
+  if isinstance(spread, NamedSharding):
+    mesh, laid = sharding.rollout_mesh(spread.mesh), lay_out(params, dtype, spread.mesh)
+  else:
+    mesh = Mesh(np.array(list(spread.device_set)).reshape(1, 1, 1), sharding.MESH_AXES)
+    laid = lay_out(params, dtype)
+  return mesh, sharding.on_rollout_mesh(mesh, laid)
+
+
 class Engine:
   """Holds the rows' state; every call is one jitted program of the closed list, or a few."""
 
@@ -112,18 +123,11 @@ class Engine:
 
   def begin(self, params: decoder.Params, key: Array, how: Sampling) -> None:
     """Starts a rollout: lays the parameters out; rows are empty, counts at 0."""
-    spread = jax.tree.leaves(params)[0].sharding
-    if isinstance(spread, NamedSharding):
-      mesh = sharding.rollout_mesh(spread.mesh)
-      laid = lay_out(params, self.dtype, spread.mesh)
-    else:
-      mesh = Mesh(np.array(list(spread.device_set)).reshape(1, 1, 1), sharding.MESH_AXES)
-      laid = lay_out(params, self.dtype)
+    mesh, self._params = lay_out_here(params, self.dtype)
     if mesh != self._mesh:
       self._mesh, self._state = mesh, None
       self._programs = sampler.programs(self.shape, self.dtype, self._allowed_vocab,
                                         self.shapes.tokens, mesh)
-    self._params = sharding.on_rollout_mesh(mesh, laid)
     # Placed once: arrays of the host would travel with every call.
     everywhere = NamedSharding(mesh, PartitionSpec())
     self._how = jax.device_put((self._stops, key, how), everywhere)

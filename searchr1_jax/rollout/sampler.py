@@ -121,7 +121,7 @@ def new_rows(shape: DecoderShape, rows: int, slots: int, dtype: Any) -> RowState
   return RowState(decoder.empty_cache(shape, rows, slots, dtype), hidden_BD, hidden_BD)
 
 
-def prefill(params: decoder.Params, state: RowState, inserts: Inserts, *, model: decoder.Decoder,
+def prefill_rows(params: decoder.Params, state: RowState, inserts: Inserts, *, model: decoder.Decoder,
             width: int) -> RowState:
   """Puts tokens into rows: ragged, each row at its own position; keeps last-token states only.
 
@@ -141,7 +141,7 @@ def prefill(params: decoder.Params, state: RowState, inserts: Inserts, *, model:
                   put(state.prompt_BD, jnp.where(inserts.prompt_R, rows_R, nowhere)))
 
 
-def share(state: RowState, shares: Shares, *, width: int) -> RowState:
+def share_rows(state: RowState, shares: Shares, *, width: int) -> RowState:
   """Begins rows with the prompts of others, at most `width` tokens: copied, not computed again."""
   def one(i, state: RowState) -> RowState:
     source, target = shares.from_R[i], shares.to_R[i]
@@ -153,7 +153,7 @@ def share(state: RowState, shares: Shares, *, width: int) -> RowState:
   return lax.fori_loop(0, shares.count_N[0], one, state)
 
 
-def decode(params: decoder.Params, state: RowState, desk: decoder.Cache, seats: Seats, stops: Stops,
+def decode_rows(params: decoder.Params, state: RowState, desk: decoder.Cache, seats: Seats, stops: Stops,
            key: Array, how: Sampling, enough: Array, *, model: decoder.Decoder,
            allowed_vocab: int, tokens: int) -> tuple[RowState, decoder.Cache, Pieces]:
   """Writes up to `tokens` tokens a seat; ends early when `enough` turns have ended.
@@ -185,13 +185,13 @@ def decode(params: decoder.Params, state: RowState, desk: decoder.Cache, seats: 
   def write(t: Turn) -> Turn:
     w, step = t.written, t.written.steps_N[0]
     at_B = seats.lengths_B + w.counts_B  # of the token to come; that of a closed seat stays
-    uniform_B = jax.vmap(lambda k, at: jax.random.uniform(jax.random.fold_in(k, at)))(row_keys, at_B)
-    ids_B, logprobs_B = draw(decoder.logits(params, t.hidden_BD, allowed_vocab), uniform_B, how)
+    ids_B, logprobs_B = draw(decoder.logits(params, t.hidden_BD, allowed_vocab),
+                             _uniform(row_keys, at_B), how)
     positions_B = jnp.where(w.open_B, at_B, width)  # beyond the desk: written nowhere
     hidden_B1D, desk = model.apply({"params": params}, ids_B[:, None], positions_B[:, None], t.desk)
     states_B = jnp.where(w.open_B, stops.next_state_SV[w.stops_B, ids_B].astype(jnp.int32),
                          w.stops_B)
-    counts_B = w.counts_B + w.open_B
+    counts_B = w.counts_B + w.open_B.astype(jnp.int32)
     over_B = (states_B >= stops.n_plain) | stops.ends_V[ids_B] | (
         seats.lengths_B + counts_B >= seats.limits_B)
     column = lambda old, new_B: lax.dynamic_update_slice(old, new_B[:, None], (0, step))
@@ -213,6 +213,12 @@ def decode(params: decoder.Params, state: RowState, desk: decoder.Cache, seats: 
   cache = lax.fori_loop(0, jnp.sum(taken_B), keep, state.cache)
   hidden_BD = state.hidden_BD.at[seats.rows_B].set(turn.hidden_BD, mode="drop")
   return dataclasses.replace(state, cache=cache, hidden_BD=hidden_BD), turn.desk, turn.written
+
+
+def _uniform(keys_B: Array, at_B: Int[Array, "B"]) -> Float[Array, "B"]:
+  """A number in [0, 1) for a position under each key: the upper bits of the position's own key."""
+  data_BM = jax.random.key_data(jax.vmap(jax.random.fold_in)(keys_B, at_B))
+  return (data_BM[:, 0] >> 8).astype(jnp.float32) * np.float32(2**-24)
 
 
 def _copy(source: decoder.Cache, row, target: decoder.Cache, to, start, count: int
@@ -251,21 +257,21 @@ def programs(shape: DecoderShape, dtype: Any, allowed_vocab: int, tokens: int,
 
   @functools.partial(jax.jit, static_argnames="width", donate_argnames="state",
                      out_shardings=state)
-  def prefill_(params, state, inserts, *, width):
-    return over(prefill, False, True, True, model=model, width=width)(params, state, inserts)
+  def prefill(params, state, inserts, *, width):
+    return over(prefill_rows, False, True, True, model=model, width=width)(params, state, inserts)
 
   @functools.partial(jax.jit, static_argnames="width", donate_argnames="state",
                      out_shardings=state)
-  def share_(state, shares, *, width):
-    return over(share, True, True, width=width)(state, shares)
+  def share(state, shares, *, width):
+    return over(share_rows, True, True, width=width)(state, shares)
 
   @functools.partial(jax.jit, donate_argnames=("state", "desk"),
                      out_shardings=(state, cache, None))
-  def decode_(params, state, desk, seats, *rest):
-    return over(decode, False, True, True, True, *(False,) * 4, model=model,
+  def decode(params, state, desk, seats, *rest):
+    return over(decode_rows, False, True, True, True, *(False,) * 4, model=model,
                 allowed_vocab=allowed_vocab, tokens=tokens)(params, state, desk, seats, *rest)
 
   new = lambda what, shardings: jax.jit(
       lambda rows, slots: what(shape, rows, slots, dtype), static_argnums=(0, 1),
       out_shardings=shardings)
-  return Programs(new(new_rows, state), new(decoder.empty_cache, cache), prefill_, share_, decode_)
+  return Programs(new(new_rows, state), new(decoder.empty_cache, cache), prefill, share, decode)

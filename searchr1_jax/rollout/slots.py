@@ -59,11 +59,26 @@ class EngineShapes:
     return dataclasses.replace(self, seats=self.seats[-1:], row_buckets=self.row_buckets[:1],
                                widths=())
 
+  def within(self, budget: int, row_bytes: int) -> EngineShapes:
+    """As many of the rows and seats as a budget of bytes holds; a seat needs as much as a row."""
+    fit = budget // row_bytes
+    if fit < 2:
+      raise UserError(f"rollout.cache_gib={budget / 2**30:.3g} holds no row and seat of "
+                      f"{row_bytes / 2**30:.3g} GiB each; raise it or lower "
+                      "episode.max_episode_tokens")
+    wanted = self.rows + self.seats[-1]
+    if fit >= wanted:
+      return self
+    seats = max(1, fit * self.seats[-1] // wanted)  # they keep their share
+    cut = lambda sizes, most: (*(s for s in sizes if s < most), most)
+    return dataclasses.replace(
+        self, rows=fit - seats, seats=cut(self.seats, seats),
+        row_buckets=cut(self.row_buckets, min(self.row_buckets[-1], fit - seats)))
+
   def programs(self) -> int:
     """How many programs an engine may compile: prefills, sharing, decoding."""
-    widths = len(self.widths)
-    return (len(self.row_buckets) * len(self.chunk_buckets) * (widths + 1) + widths
-            + len(self.seats) * widths)
+    prefills = len(self.row_buckets) * len(self.chunk_buckets) * (len(self.widths) + 1)
+    return prefills + len(self.widths) * (1 + len(self.seats))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,19 +172,3 @@ def seat(before: Sequence[int | None], chosen: Sequence[int]) -> tuple[list[int]
     rows[i] = next(new)
   return rows, brought
 
-
-def within(budget: int, row_bytes: int, rows: int, seats: Sequence[int]
-           ) -> tuple[int, tuple[int, ...]]:
-  """Rows and seats whose caches a budget of bytes holds, no more than were asked for.
-
-  A seat needs as much as a row. Seats keep their share of the rows.
-  """
-  fit = budget // row_bytes
-  if fit < 2:
-    raise UserError(f"rollout.cache_gib={budget / 2**30:.3g} holds no row and seat of "
-                    f"{row_bytes / 2**30:.3g} GiB each; raise it or lower "
-                    "episode.max_episode_tokens")
-  if fit >= rows + max(seats):
-    return rows, tuple(seats)
-  most = max(1, fit * max(seats) // (rows + max(seats)))
-  return fit - most, (*(s for s in seats if s < most), most)

@@ -65,18 +65,19 @@ def of_episodes(trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> 
   return out
 
 
-def of_rollout(stats: drive.RolloutStats, lost: int) -> dict[str, float]:
+def of_rollout(stats: drive.RolloutStats, lost: int) -> dict[str, int | float]:
   """What a rollout did, what it spared, how busy it was; episodes lost to retrieval errors."""
   seconds = stats.seconds
   rate = lambda tokens, phase: tokens / seconds[phase] if seconds[phase] else 0.0
   return {"rollout/prefilled_tokens": stats.prefilled_tokens,
           "rollout/generated_tokens": stats.generated_tokens,
           "rollout/kept_tokens": stats.kept_tokens, "rollout/shared_tokens": stats.shared_tokens,
-          "rollout/prefilled_tokens_per_second": rate(stats.prefilled_tokens, "prefill"),
-          "rollout/generated_tokens_per_second": rate(stats.generated_tokens, "decode"),
-          "rollout/occupancy": stats.occupancy, "rollout/search_wait": stats.search_wait,
           "rollout/searches": stats.searches, "rollout/rounds": stats.rounds,
-          "rollout/compilations": stats.programs, "rollout/lost_episodes": lost}
+          "rollout/occupancy": stats.occupancy, "rollout/lost_episodes": lost,
+          # What a clock or the machine decides, per second of prefill and of decoding.
+          "speed/prefilled_tokens": rate(stats.prefilled_tokens, "prefill"),
+          "speed/generated_tokens": rate(stats.generated_tokens, "decode"),
+          "speed/search_wait": stats.search_wait, "speed/compilations": stats.programs}
 
 
 def of_sampler(plan: UpdatePlan, scored: Sequence[Sequence[update.Scored]]

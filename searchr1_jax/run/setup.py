@@ -214,13 +214,11 @@ def open_policy(c: ml_collections.ConfigDict) -> Policy:
 def engine_shapes(c: ml_collections.ConfigDict, shape: shapes.DecoderShape) -> slots.EngineShapes:
   """The closed list of rollout shapes; where memory is bounded, no more rows than fit into it."""
   r, length = c.rollout, c.episode.max_episode_tokens
-  rows, seats = r.rows, tuple(r.seats)
+  found = slots.EngineShapes(r.rows, length, r.seat_tokens, tuple(r.seats), tuple(r.row_buckets),
+                             tuple(r.chunk_buckets), tuple(r.widths))
   if r.cache_gib is not None:
     row_bytes = decoder.cache_bytes(shape, 1, length, jnp.dtype(c.model.rollout_dtype))
-    rows, seats = slots.within(int(r.cache_gib * 2**30), row_bytes, rows, seats)
-  found = slots.EngineShapes(rows, length, r.seat_tokens, seats,
-                             tuple(n for n in r.row_buckets if n <= rows) or (rows,),
-                             tuple(r.chunk_buckets), tuple(r.widths))
+    found = found.within(int(r.cache_gib * 2**30), row_bytes)
   return found.fixed() if r.deterministic else found
 
 
