@@ -337,14 +337,14 @@ def test_outputs_beyond_the_tokenizer_are_never_drawn(load, batches):
   head_DV = jnp.asarray(head_DV)
 
   @functools.partial(jax.jit, static_argnums=1)
-  def draw(key, allowed):
+  def draw_many(key, allowed):
     """100 ids at a temperature at which all tokens are about as likely, the others far more so."""
     hidden_BD = jax.random.normal(key, (100, SHAPE.width)).at[:, 0].set(1.0)
     logits_BV = decoder.logits({"head": head_DV}, hidden_BD, allowed)
     return draw.draw(logits_BV, jax.random.uniform(key, (100,)), draw.sampling(100.0))[0]
 
   keys = [jax.random.key(k) for k in range(batches)]
-  drawn = np.concatenate([draw(key, load("base").size) for key in keys])
+  drawn = np.concatenate([draw_many(key, load("base").size) for key in keys])
   assert drawn.max() < SIZE and len(set(drawn.tolist())) > 0.9 * len(drawn)
   # Unmasked, the 271 others have e^10 times a token's share: 271 e^10 / 151,665 = 39 times all.
-  assert np.mean(draw(keys[0], OUTPUTS) >= SIZE) > 0.9
+  assert np.mean(draw_many(keys[0], OUTPUTS) >= SIZE) > 0.9

@@ -56,11 +56,13 @@ class Counts:
 class _Row:
   """What the host knows of a row: whose it is, where its cache ends, the turn it is writing.
 
-  `place` counts episodes as they come, `prompt` is the number of the prompt in its first slots.
+  `place` counts episodes as they come, `turns` those of this one; `prompt` is the number of the
+  prompt in its first slots.
   """
 
   taken: bool = False
   place: int = 0
+  turns: int = 0
   prompt: int = -1
   length: int = 0
   seeds: tuple[int, int] = (0, 0)
@@ -195,22 +197,25 @@ class Engine:
     for i in inserts:
       r = self._rows[i.row]
       if i.fresh:
-        r.length, r.prompt, r.seeds = 0, prompts[i.row], i.seeds
+        r.length, r.turns, r.prompt, r.seeds = 0, 0, prompts[i.row], i.seeds
         self.counts.shared += len(i.ids) if i.row in shared else 0
-      r.length += len(i.ids)
+      r.length, r.turns = r.length + len(i.ids), r.turns + 1
       r.limit, r.stop, r.writing, r.ids, r.logprobs = r.length + i.max_tokens, 0, True, [], []
     changed = {i.row for i in inserts}
     self._seated = [[None if r in changed else r for r in rows] for rows in self._seated]
 
   def decode(self, on_piece: Callable[[int, Sequence[int]], None] = lambda row, ids: None
              ) -> Mapping[int, Written]:
-    """Lets open turns go on for one call, those of the oldest episodes first; the turns that ended.
+    """Lets open turns go on for one call; the turns that ended.
+
+    Episodes with the fewest turns come first, as they have most ahead of them: were they left to
+    the end, seats would stand empty while the last ones search.
 
     `on_piece` is told what each row wrote, whether its turn ended or not.
     """
     size = self.shapes.rows
     ready = [sorted((i for i in range(d, d + size) if self._rows[i].writing),
-                    key=lambda i: self._rows[i].place) for d in range(0, len(self._rows), size)]
+                    key=lambda i: (self._rows[i].turns, self._rows[i].place)) for d in range(0, len(self._rows), size)]
     seats = slots.seats_for(max(map(len, ready)), self.shapes)
     chosen = [rows[:seats] for rows in ready]
     width = slots.at_least(self.shapes.widths, max(

@@ -121,8 +121,8 @@ def new_rows(shape: DecoderShape, rows: int, slots: int, dtype: Any) -> RowState
   return RowState(decoder.empty_cache(shape, rows, slots, dtype), hidden_BD, hidden_BD)
 
 
-def prefill_rows(params: decoder.Params, state: RowState, inserts: Inserts, *, model: decoder.Decoder,
-            width: int) -> RowState:
+def prefill_rows(params: decoder.Params, state: RowState, inserts: Inserts, *,
+                 model: decoder.Decoder, width: int) -> RowState:
   """Puts tokens into rows: ragged, each row at its own position; keeps last-token states only.
 
   `width`: slots that the tokens may see; 0 where all of them begin their rows.
@@ -153,14 +153,16 @@ def share_rows(state: RowState, shares: Shares, *, width: int) -> RowState:
   return lax.fori_loop(0, shares.count_N[0], one, state)
 
 
-def decode_rows(params: decoder.Params, state: RowState, desk: decoder.Cache, seats: Seats, stops: Stops,
-           key: Array, how: Sampling, enough: Array, *, model: decoder.Decoder,
-           allowed_vocab: int, tokens: int) -> tuple[RowState, decoder.Cache, Pieces]:
+def decode_rows(params: decoder.Params, state: RowState, desk: decoder.Cache, seats: Seats,
+                stops: Stops, key: Array, how: Sampling, enough: Array, *,
+                model: decoder.Decoder, allowed_vocab: int, tokens: int, in_step: bool
+                ) -> tuple[RowState, decoder.Cache, Pieces]:
   """Writes up to `tokens` tokens a seat; ends early when `enough` turns have ended.
 
   A turn ends AT the token that completes a stop string, at an end token, or at its row's limit;
   that token is in the cache too. `key` belongs to the seed and the training step; a token's
-  randomness is addressed by it, the row's seeds (question, sample) and its position.
+  randomness is addressed by it, the row's seeds (question, sample) and its position. `in_step`:
+  devices go on for as long as one of them does, since they meet in the products over `tensor`.
   """
   rows, width = state.hidden_BD.shape[0], desk[0].v_BKSE.shape[2]
 
@@ -201,7 +203,8 @@ def decode_rows(params: decoder.Params, state: RowState, desk: decoder.Cache, se
 
   def going(t: Turn):
     ended = jnp.sum(taken_B) - jnp.sum(t.written.open_B)
-    return (t.written.steps_N[0] < tokens) & (ended < jnp.minimum(enough, jnp.sum(taken_B)))
+    more = (t.written.steps_N[0] < tokens) & (ended < jnp.minimum(enough, jnp.sum(taken_B)))
+    return lax.pmax(more.astype(jnp.int32), "data") > 0 if in_step else more
 
   hidden_BD = jnp.take(state.hidden_BD, seats.rows_B, axis=0, mode="clip")
   turn = lax.while_loop(going, write, Turn(desk, hidden_BD, written))
@@ -251,6 +254,7 @@ def programs(shape: DecoderShape, dtype: Any, allowed_vocab: int, tokens: int,
   heads, rows = (sharding.rollout_rows(mesh, h) for h in (shape.kv_heads, 0))
   cache = (decoder.LayerCache(heads, heads),) * shape.layers
   state = RowState(cache, rows, rows)
+  in_step = mesh.shape["data"] > 1 and mesh.shape["tensor"] > 1
 
   def over(function: Callable, *split: bool, **static) -> Callable:
     return sharding.over_rows(mesh, functools.partial(function, **static), split)
@@ -269,7 +273,7 @@ def programs(shape: DecoderShape, dtype: Any, allowed_vocab: int, tokens: int,
                      out_shardings=(state, cache, None))
   def decode(params, state, desk, seats, *rest):
     return over(decode_rows, False, True, True, True, *(False,) * 4, model=model,
-                allowed_vocab=allowed_vocab, tokens=tokens)(params, state, desk, seats, *rest)
+                allowed_vocab=allowed_vocab, tokens=tokens, in_step=in_step)(params, state, desk, seats, *rest)
 
   new = lambda what, shardings: jax.jit(
       lambda rows, slots: what(shape, rows, slots, dtype), static_argnums=(0, 1),
