@@ -15,6 +15,9 @@ from benchmarks import common
 p = common.parser(__doc__)
 for name, default in dict(N=8, P=64, T=32, R=96, turns=4).items():
   p.add_argument(f"--{name}", type=int, default=default)
+sizes = lambda text: tuple(map(int, text.split(",")))
+for name in ("widths", "chunks"):
+  p.add_argument(f"--{name}", type=sizes, default=(), help="sizes, e.g. 96,224")
 args = p.parse_args()
 common.pin(args.cpus)
 
@@ -28,9 +31,10 @@ from searchr1_jax.rollout.engine import Engine, EngineShapes, Insert
 shape, params = common.random_model(args)
 slots = args.P + args.turns * args.T + (args.turns - 1) * args.R
 never = stops.build_automaton([b"x"] * args.vocab, [b"</search>"])
-widths = tuple(args.P + turn * (args.T + args.R) + args.T for turn in range(args.turns))
-engine = Engine(shape, EngineShapes(args.N, slots, args.T, (args.N,), (args.N,), (args.P, args.R),
-                                    widths), never, end_ids=(), allowed_vocab=args.vocab)
+# One program to prefill and one to decode. More chunks and widths are faster once they are compiled:
+# --widths, --chunks.
+engine = Engine(shape, EngineShapes(args.N, slots, args.T, (args.N,), (args.N,), args.chunks or (
+    max(args.P, args.R),), args.widths), never, end_ids=(), allowed_vocab=args.vocab)
 
 
 def rollout(seed: int) -> None:

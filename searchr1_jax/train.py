@@ -268,6 +268,8 @@ def _run(trainer: Trainer, workdir: pathlib.Path, stop: checkpoint.StopFlag) -> 
   saves = checkpoint.Checkpointer(workdir / "checkpoints", c.checkpoint.keep, c.checkpoint.best)
   state, done = _restore(trainer, saves)
   trainer.base = None  # only the first state is made of it
+  if distributed.is_leader():
+    print(f"rollouts: {trainer.model.engine.memory}", flush=True)
   if "before" not in state.host:
     state = state.noting(before=_measure(trainer, state, c))
   began, spent, metric = time.monotonic(), measures.Clock(), None

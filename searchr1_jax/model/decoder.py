@@ -44,8 +44,7 @@ class LayerCache:
 class Place(NamedTuple):
   """Where the tokens of a call stand, for every layer alike.
 
-  `rows_B`: their rows of the cache. `width`: how many of a row's slots they may see, all if None;
-  0 says that they begin their rows, so that they see each other only.
+  `rows_B`: their rows of the cache. `width`: how many of a row's slots they may see, all if None.
   """
 
   positions_BL: Int[Array, "B L"]
@@ -157,7 +156,6 @@ class Attention(nn.Module):
     q_BLHE = attention.rotate(q_BLHE, turn)
     if cache is not None:
       cache = _write(cache, k_BLKE, v_BLKE, place)
-    if cache is not None and place.width != 0:
       at_BL = (place.positions_BL if kept_BP is None else
                take_positions(place.positions_BL, kept_BP))
       out_BLHE = attention.cached_attention(q_BLHE, *_read(cache, place), at_BL)

@@ -111,7 +111,7 @@ def rollout(engine: Engine, params: Params, tasks: Sequence[Task], rules: ep.Rul
     else:
       continue
     # In deterministic mode what the call before this one asked is heard now, whenever it came.
-    answers = run.searches.heard(wait=retrieval.deterministic or not engine.writing)
+    answers = run.searches.heard(wait=retrieval.deterministic or not (engine.writing or written))
     run.charge("search")
     run.take(answers)
     run.take((row, ep.TurnWritten(w.ids, w.sampler_logprobs)) for row, w in written.items())

@@ -119,6 +119,13 @@ class Engine:
     return decoder.cache_bytes(self.shape, s.rows + s.seats[-1], s.slots, self.dtype)
 
   @property
+  def memory(self) -> str:
+    """What the caches will take, in words."""
+    s = self.shapes
+    return (f"{s.rows} rows and {s.seats[-1]} seats of {s.slots} tokens on each device, "
+            f"{self.cache_bytes / 2**30:.3g} GiB of cache")
+
+  @property
   def writing(self) -> int:
     """How many rows have an open turn."""
     return sum(r.writing for r in self._rows)

@@ -125,7 +125,7 @@ def prefill_rows(params: decoder.Params, state: RowState, inserts: Inserts, *,
                  model: decoder.Decoder, width: int) -> RowState:
   """Puts tokens into rows: ragged, each row at its own position; keeps last-token states only.
 
-  `width`: slots that the tokens may see; 0 where all of them begin their rows.
+  `width`: slots of a row that its tokens may see.
   """
   rows_R, counts_R = inserts.rows_R, inserts.counts_R
   slots = state.cache[0].v_BKSE.shape[2]

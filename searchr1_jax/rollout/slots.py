@@ -77,8 +77,8 @@ class EngineShapes:
 
   def programs(self) -> int:
     """How many programs an engine may compile: prefills, sharing, decoding."""
-    prefills = len(self.row_buckets) * len(self.chunk_buckets) * (len(self.widths) + 1)
-    return prefills + len(self.widths) * (1 + len(self.seats))
+    prefills = len(self.row_buckets) * len(self.chunk_buckets)
+    return len(self.widths) * (prefills + 1 + len(self.seats))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ def plan_prefill(inserts: Sequence[Insert], lengths: Sequence[int], shapes: Engi
     for insert, begin, length in pending:
       part = Part(insert, begin, min(len(insert.ids), begin + longest), length + begin)
       chunk = at_least(shapes.chunk_buckets, part.end - begin)
-      width = at_least(shapes.widths, part.start + part.end - begin) if part.start else 0
+      width = at_least(shapes.widths, part.start + part.end - begin)
       by_device = alike.setdefault((chunk, width), [[] for _ in range(devices)])
       by_device[insert.row // shapes.rows].append(part)
     for (chunk, width), by_device in sorted(alike.items()):
