@@ -10,6 +10,7 @@ against a loop that writes, searches and inserts in step. One JSON line.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 from benchmarks import common
@@ -39,7 +40,8 @@ PASSAGE = Passage("0", '"Nile"\nThe Nile is a river.', 1.0)
 
 
 def engine_of(rows: int, slots: int) -> Engine:
-  shapes = EngineShapes(rows, slots, 32, (4, args.seats), (2, 8, args.seats), (128, slots),
+  some = lambda *sizes: tuple(n for n in sizes if n < args.seats) + (args.seats,)
+  shapes = EngineShapes(rows, slots, 32, some(4), some(2, 8), (128, slots),
                         (slots // 4, slots // 2))
   return Engine(shape, shapes, never, (), args.vocab)
 
@@ -49,13 +51,11 @@ def tasks_of(lengths: list[int]) -> list[drive.Task]:
           for i, n in enumerate(lengths)]
 
 
-def play(engine: Engine, tasks: list[drive.Task], search, *, turns: int, episode: int,
-         said: bytes, retrieval: Retrieval) -> tuple[drive.RolloutStats, float]:
+def play(engine: Engine, tasks: list[drive.Task], search, settings: EpisodeSettings, said: bytes,
+         retrieval: Retrieval) -> tuple[drive.RolloutStats, float]:
   """The rollout of tasks in which each turn says the same; what it cost, and its seconds."""
-  rules = make_rules(EpisodeSettings(turns, args.turn, episode, 100), tokenizer.encode_plain,
-                     tokenizer.decode_bytes)
-  rules = type(rules)(rules.settings, lambda ids: said, rules.frame, rules.invalid_notice,
-                      rules.no_search_left)
+  rules = make_rules(settings, tokenizer.encode_plain, tokenizer.decode_bytes)
+  rules = dataclasses.replace(rules, decode_bytes=lambda ids: said)
   began = time.perf_counter()
   done, stats = drive.rollout(engine, params, tasks, rules, search, how=draw.sampling(1.0),
                               key=jax.random.key(args.seed), retrieval=retrieval)
@@ -71,10 +71,9 @@ def long_tail() -> dict:
   episode = args.prompt + longest
   engine = engine_of(args.seats, episode)
   tasks = tasks_of([episode - n for n in lengths])
-  args.turn, kept = longest, args.turn
+  settings = EpisodeSettings(max_turns=0, max_turn_tokens=longest, max_episode_tokens=episode)
   for _ in range(2):  # the first one compiles
-    stats, seconds = play(engine, tasks, None, turns=0, episode=episode, said=b"", retrieval=Retrieval())
-  args.turn = kept
+    stats, seconds = play(engine, tasks, None, settings, b"", Retrieval())
   assert stats.generated_tokens == sum(lengths)
   return dict(occupancy=round(stats.occupancy, 3),
               occupancy_with_tail=round(stats.generated_tokens / stats.seat_steps, 3),
@@ -99,8 +98,8 @@ def slow_search() -> dict:
 
   how = Retrieval(in_flight=64, deterministic=False)
   engine = engine_of(4 * args.seats, episode)
-  run = lambda engine, search, how: play(engine, tasks, search, turns=2, episode=episode, said=said,
-                                         retrieval=how)
+  settings = EpisodeSettings(2, args.turn, episode, max_observation_tokens=100)
+  run = lambda engine, search, how: play(engine, tasks, search, settings, said, how)
   run(engine, instant, how)  # compiles
   _, compute = run(engine, instant, how)
   searches[0] = 0

@@ -190,11 +190,16 @@ def _write(cache: LayerCache, k_BLKE, v_BLKE, place: Place) -> LayerCache:
 
 def _read(cache: LayerCache, place: Place) -> tuple[Array, Array]:
   """Keys and values that the rows of a call may see."""
-  k_BKES, v_BKSE = cache.k_BKES[..., : place.width], cache.v_BKSE[:, :, : place.width]
   if place.rows_B is None:
-    return k_BKES, v_BKSE
-  take = lambda x: jnp.take(x, place.rows_B, 0, mode="clip")
-  return take(k_BKES), take(v_BKSE)
+    return cache.k_BKES[..., : place.width], cache.v_BKSE[:, :, : place.width]
+
+  def take(x, slots_axis: int):  # one gather: to cut slots off first would copy rows of others
+    size = list(x.shape[1:])
+    size[slots_axis - 1] = place.width or size[slots_axis - 1]
+    one = lambda row: jax.lax.dynamic_slice(x, (row, 0, 0, 0), (1, *size))[0]
+    return jax.vmap(one)(place.rows_B)
+
+  return take(cache.k_BKES, 3), take(cache.v_BKSE, 2)
 
 
 class MLP(nn.Module):
