@@ -57,13 +57,14 @@ class _Row:
   """What the host knows of a row: whose it is, where its cache ends, the turn it is writing.
 
   `place` counts episodes as they come, `turns` those of this one; `prompt` is the number of the
-  prompt in its first slots.
+  prompt in its first slots, `coming` that of the episode that it was given to.
   """
 
   taken: bool = False
   place: int = 0
   turns: int = 0
   prompt: int = -1
+  coming: int = -1
   length: int = 0
   seeds: tuple[int, int] = (0, 0)
   writing: bool = False
@@ -160,13 +161,13 @@ class Engine:
     free = [i for i, rows in enumerate(devices) if not all(r.taken for r in rows)]
     if not free:
       return None
-    device = min(free, key=lambda i: (all(r.prompt != prompt for r in devices[i]),
+    device = min(free, key=lambda i: (all(prompt not in (r.prompt, r.coming) for r in devices[i]),
                                       sum(r.taken for r in devices[i])))
     # The one with the oldest prompt: others of a younger group may still come and share theirs.
     row = min((i for i in range(size) if not devices[device][i].taken),
               key=lambda i: devices[device][i].prompt)
     r = devices[device][row]
-    r.taken, r.place = True, self._admitted
+    r.taken, r.place, r.coming = True, self._admitted, prompt
     self._admitted += 1
     return device * size + row
 

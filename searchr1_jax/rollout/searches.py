@@ -22,6 +22,7 @@ from searchr1_jax.types import UserError
 class Retrieval:
   """How searches are run: at most `in_flight` requests at a time, `seconds` for each of them.
 
+  A request that ran out of time is given up and no longer counted, though its thread may hang on.
   `deterministic`: what a decode call found is asked before the next one and heard after it,
   however long that takes, so that no clock decides what the device computes.
   """
@@ -40,6 +41,7 @@ class Retrieval:
 class _Request:
   asked: dict[int, ep.Search]
   deadline: float
+  ended: bool = False
   answer: list[list[Passage]] | BaseException | None = None
 
 
@@ -99,6 +101,7 @@ class Searches:
       request.answer = self._search([s.query for s in request.asked.values()], top_k)
     except BaseException as e:  # told to the rollout, which decides
       request.answer = e
+    request.ended = True
     self._landed.put(number)
 
   def _land(self, wait: bool) -> None:
@@ -113,8 +116,7 @@ class Searches:
     """Takes the requests that ended or ran out of time; `in_order`: none before an older one."""
     events: list[tuple[int, ep.Event]] = []
     for number, request in list(self._flying.items()):
-      late = time.monotonic() >= request.deadline
-      if request.answer is None and not late:
+      if not request.ended and time.monotonic() < request.deadline:
         if in_order:
           break
         continue
@@ -125,14 +127,15 @@ class Searches:
   def _events(self, request: _Request) -> list[tuple[int, ep.Event]]:
     """What became of each row's search; an error other than the engine's own is raised."""
     asked, answer = request.asked, request.answer
-    if answer is None:
+    if not request.ended:
       reason = f"no answer within {self._how.seconds:g} s"
     elif isinstance(answer, RetrievalError):
       reason = str(answer)
     elif isinstance(answer, BaseException):
       raise answer
-    elif len(answer) != len(asked):
-      reason = f"the engine answered {len(answer)} queries of {len(asked)}"
+    elif answer is None or len(answer) != len(asked):
+      answered = 0 if answer is None else len(answer)
+      reason = f"the engine answered {answered} queries of {len(asked)}"
     else:
       return [(row, ep.SearchDone(tuple(p))) for row, p in zip(asked, answer)]
     return [(row, ep.SearchFailed(reason)) for row in asked]

@@ -41,6 +41,8 @@ class EngineShapes:
     if not self.chunk_buckets or min(self.chunk_buckets) < 1:
       raise UserError(f"chunk_buckets is {self.chunk_buckets}; name at least one length of a "
                       "prefill, 1 or more")
+    if self.slots < 1:
+      raise UserError(f"a row of {self.slots} slots holds nothing; set 1 or more")
     if self.tokens < 1:
       raise UserError(f"a decode call of {self.tokens} tokens writes nothing; set 1 or more")
     if min(self.widths, default=1) < 1:
