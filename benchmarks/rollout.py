@@ -13,8 +13,10 @@ import time
 from benchmarks import common
 
 p = common.parser(__doc__)
-for name, default in dict(N=8, P=64, T=32, R=96, turns=4).items():
-  p.add_argument(f"--{name}", type=int, default=default)
+for name, default, what in (
+    ("N", 8, "episodes"), ("P", 64, "tokens of a prompt"), ("T", 32, "tokens of a turn"),
+    ("R", 96, "tokens inserted behind a turn"), ("turns", 4, "turns")):
+  p.add_argument(f"--{name}", type=int, default=default, help=what)
 sizes = lambda text: tuple(map(int, text.split(",")))
 for name in ("widths", "chunks"):
   p.add_argument(f"--{name}", type=sizes, default=(), help="sizes, e.g. 96,224")

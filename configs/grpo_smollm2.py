@@ -50,8 +50,8 @@ def get_config() -> ml_collections.ConfigDict:
   c.prompt.update(template=TEMPLATE, chat_template="no")
   c.episode.update(max_turns=2, max_turn_tokens=40, max_episode_tokens=640,
                    max_observation_tokens=120, top_k=1)
-  c.rollout.update(rows=10, seats=(8,), row_buckets=(2, 8), chunk_buckets=(64, 176), widths=(256, 512),
-                   temperature=0.6)
+  c.rollout.update(rows=10, seats=(8,), row_buckets=(2, 8), chunk_buckets=(64, 176),
+                   widths=(256, 512), temperature=0.6)
   c.algo.update(name="grpo", group_size=2, kl_in="loss", kl_kind="k3", entropy_coef=0.0,
                 updates_per_batch=1)
   c.optimizer.update(policy_lr=1e-5, policy_warmup=0.0)

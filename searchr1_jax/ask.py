@@ -80,15 +80,20 @@ def main(words: Sequence[str]) -> None:
   question = Question("asked", "0", rest[0], ())
   console = rich.console.Console()
   stream = Stream(console, policy.tokenizer.decode_bytes)
-  (t,), _ = drive.rollout(
-      policy.engine, params, [drive.Task(question, 0, policy.encode_prompt(question))],
-      policy.rules, setup.open_search(c), how=draw.sampling(values.temperature),
-      key=jax.random.key(c.seed), retrieval=setup.retrieval(c),
-      watcher=drive.Watcher(tokens=stream))
-  stream.end()
+  try:
+    (t,), stats = drive.rollout(
+        policy.engine, params, [drive.Task(question, 0, policy.encode_prompt(question))],
+        policy.rules, setup.open_search(c), how=draw.sampling(values.temperature),
+        key=jax.random.key(c.seed), retrieval=setup.retrieval(c),
+        watcher=drive.Watcher(tokens=stream))
+  finally:
+    stream.end()
   answer = policy.score(t).answer
   if t.stop_reason is StopReason.RETRIEVAL_ERROR:
-    raise UserError("the search engine failed; mend it and ask again")
+    raise UserError(f"the search engine failed ({stats.search_failure}); mend it and ask again")
+  if not t.segments:
+    raise UserError(f"the question and its prompt take {len(t.prompt_ids)} tokens, an episode has "
+                    f"{c.episode.max_episode_tokens}: no room for an answer; ask something shorter")
   console.print(rich.text.Text(
       f"\nanswer: {writers.escape_controls(answer) if answer is not None else 'none'}   "
       f"({len(t.searches)} searches, stopped by {t.stop_reason.value})"))

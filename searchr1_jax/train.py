@@ -163,7 +163,8 @@ class Trainer:
         return trajectories, stats
     raise cli.RetrieverLost(
         f"the search engine lost {lost} of {len(tasks)} episodes, {c.limits.lost_batches} times in "
-        f"a row, at step {step}; mend it and repeat the command: the run resumes where it stopped")
+        f"a row, at step {step} ({stats.search_failure or 'in another process'}); mend it and "
+        "repeat the command: the run resumes where it stopped")
 
   @property
   def minibatches(self) -> int:

@@ -354,6 +354,50 @@ def test_other_errors_of_a_search_are_not_swallowed_and_the_engine_stays_usable(
   assert play(tasks_for(12), engine=engine)[0] == usual()[0]
 
 
+def test_an_engine_outlives_what_goes_wrong():
+  shape, params = noisy()
+  engine = engine_for(shape)
+  # Parameters that overflow leave their traces in every slot; nobody reads them afterwards.
+  play(tasks_for(12), engine=engine, model=(shape, jax.tree.map(lambda x: x * np.nan, params)))
+  assert play(tasks_for(12), engine=engine)[0] == usual()[0]
+  # A program that fails takes the state with it that it was given.
+  engine.begin(params, jax.random.key(0), draw.sampling(1.0))
+  programs = engine._programs
+
+  def out_of_memory(params, state, *rest, **how):
+    jax.tree.map(lambda x: x.delete(), state)
+    raise MemoryError("no room")
+
+  for name in ("prefill", "decode"):
+    engine._programs = programs._replace(**{name: out_of_memory})
+    with pytest.raises(MemoryError):
+      play(tasks_for(2), engine=engine)
+    assert engine._params is None
+    engine._programs = programs
+    assert play(tasks_for(12), engine=engine)[0] == usual()[0]
+
+
+def test_groups_do_not_crowd_one_device_while_others_are_idle(run_python):
+  run_python("""
+import sys
+sys.path.insert(0, "tests")
+import dataclasses, jax
+import test_engine as te
+from searchr1_jax.model import sharding
+from searchr1_jax.rollout import draw
+
+shape, params = te.noisy()
+mesh = sharding.make_mesh(4, 1, 1)
+params = jax.device_put(params, sharding.parameter_shardings(mesh, params))
+engine = te.engine_for(shape, dataclasses.replace(te.SHAPES, rows=6, seats=(2,)))
+for groups, samples, most in ((2, 4, 2), (4, 3, 4), (1, 1, 1)):
+  engine.begin(params, jax.random.key(0), draw.sampling(1.0))
+  rows = [engine.admit((g,)) for g in range(groups) for _ in range(samples)]
+  held = [sum(r // 6 == d for r in rows) for d in range(4)]
+  assert sum(held) == groups * samples and max(held) <= most, held
+""", devices=4)
+
+
 # The same whatever runs beside it.
 
 

@@ -39,7 +39,8 @@ SHAPE = DecoderShape(
     vocab_size=OUTPUTS, width=64, mlp_width=8, layers=2, heads=1, kv_heads=1, head_size=64,
     rope_theta=1e6, norm_eps=1e-6, tied_embeddings=False, qkv_bias=True)
 LENGTH = 512
-ENGINE = EngineShapes(rows=1, slots=LENGTH, tokens=64, seats=(1,), row_buckets=(1,), chunk_buckets=(256,))
+ENGINE = EngineShapes(rows=1, slots=LENGTH, tokens=64, seats=(1,), row_buckets=(1,),
+                      chunk_buckets=(256,))
 SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 RIVER = "Which river flows through Vienna?"
 

@@ -52,7 +52,8 @@ def test_greedy_text_agrees(assets):
   prompts = [tokenizer.encode(p) for p in PROMPTS]
   # A stop that never comes: the reference knows none.
   automaton = build_automaton(tokenizer.token_bytes, [b"\x00never\x00"], shape.vocab_size)
-  engine = Engine(shape, EngineShapes(len(prompts), 80, NEW_TOKENS, (len(prompts),), (len(prompts),), (16,)),
+  few = (len(prompts),)
+  engine = Engine(shape, EngineShapes(len(prompts), 80, NEW_TOKENS, few, few, (16,)),
                   automaton, tokenizer.eos_ids, tokenizer.size, jnp.float32)
   engine.begin(params, jax.random.key(0), draw.sampling(0.0))
   assert [engine.admit(ids) for ids in prompts] == list(range(len(prompts)))

@@ -302,9 +302,9 @@ def test_no_answer_at_all_is_a_failure_at_once():
 
 @pytest.mark.parametrize("wrong", [
     {"in_flight": 0}, {"in_flight": -1}, {"seconds": 0.0}, {"seconds": -2.0},
-    {"seconds": float("nan")}])
+    {"seconds": float("nan")}, {"seconds": float("inf")}])
 def test_numbers_that_search_for_nothing_are_refused(wrong):
-  with pytest.raises(UserError, match="in_flight to 1 or more, seconds above 0"):
+  with pytest.raises(UserError, match="in_flight to 1 or more, seconds above 0 and up to"):
     Retrieval(**wrong)
 
 

@@ -105,11 +105,11 @@ def test_widths_that_read_nothing_of_use_are_left_out():
 
 
 @pytest.mark.parametrize("change, says", [
-    ({"rows": 0}, r"seats \(2, 8\) must hold sizes from 1 to 0"),
-    ({"rows": 7}, r"seats \(2, 8\) must hold sizes from 1 to 7"),
+    ({"rows": 0}, r"seats is \(2, 8\); wanted sizes from 1 to rollout.rows=0"),
+    ({"rows": 7}, r"seats is \(2, 8\); wanted sizes from 1 to rollout.rows=7"),
     ({"seats": ()}, "seats"), ({"seats": (0,)}, "seats"), ({"seats": (-1, 4)}, "seats"),
     ({"row_buckets": ()}, "row_buckets"), ({"row_buckets": (0, 4)}, "row_buckets"),
-    ({"row_buckets": (13,)}, "row_buckets .* from 1 to 12"),
+    ({"row_buckets": (13,)}, "row_buckets .* from 1 to rollout.rows=12"),
     ({"chunk_buckets": ()}, "chunk_buckets"), ({"chunk_buckets": (0, 8)}, "chunk_buckets"),
     ({"tokens": 0}, "0 tokens writes nothing"), ({"tokens": -3}, "-3 tokens"),
     ({"widths": (0, 80)}, "widths"), ({"widths": (-5,)}, "widths")])
@@ -138,7 +138,7 @@ def test_a_budget_is_never_exceeded_nor_wasted(sizes, row_bytes, whole, rest):
   budget = whole * row_bytes + rest % row_bytes
   wanted = shapes.rows + shapes.seats[-1]
   if whole < 2:
-    with pytest.raises(UserError, match="holds no row and seat.*raise it or lower"):
+    with pytest.raises(UserError, match="one row and its seat take; raise it or lower"):
       shapes.within(budget, row_bytes)
     return
   cut = shapes.within(budget, row_bytes)
@@ -160,7 +160,7 @@ def test_rows_and_seats_keep_their_shares_of_a_budget():
   assert (cut.rows, cut.seats, cut.row_buckets) == (6, (2, 4), (1, 4))
   assert SHAPES.within(2000, 100) == SHAPES
   assert (SHAPES.within(200, 100).rows, SHAPES.within(299, 100).seats) == (1, (1,))
-  with pytest.raises(UserError, match="rollout.cache_gib=1 holds no row and seat of 0.6 GiB"):
+  with pytest.raises(UserError, match="rollout.cache_gib=1 is less than the 1.2 that one row"):
     SHAPES.within(2**30, int(0.6 * 2**30))
 
 

@@ -179,7 +179,12 @@ def take_positions(tree: Any, kept_BP: Int[Array, "B P"]) -> Any:
 
 
 def _write(cache: LayerCache, k_BLKE, v_BLKE, place: Place) -> LayerCache:
-  """Each new key and value goes to the slot of its position; what lies beyond the cache is dropped."""
+  """Each new key and value goes to the slot of its position; what lies beyond the cache is dropped.
+
+  A value that overflowed is written as 0: slots outlive their episode, and one that nobody may see
+  still enters the mixture, at weight 0. Its own episode knows by the stream that it overflowed.
+  """
+  v_BLKE = jnp.where(jnp.isfinite(v_BLKE), v_BLKE, jnp.zeros_like(v_BLKE))
   rows_B1 = (jnp.arange(k_BLKE.shape[0]) if place.rows_B is None else place.rows_B)[:, None]
   k = cache.k_BKES.at[rows_B1, :, :, place.positions_BL].set(
       k_BLKE.astype(cache.k_BKES.dtype), mode="drop")

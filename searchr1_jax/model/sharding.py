@@ -132,9 +132,12 @@ def gather_for_rollout(mesh: Mesh, params: Any) -> Any:
 def on_rollout_mesh(here: Mesh, gathered: Any) -> Any:
   """What `gather_for_rollout` gave, as arrays of this process's `rollout_mesh` alone: no copy."""
   shardings = parameter_shardings(here, gathered, axes=("tensor",))
-  by_device = lambda x: {s.device: s.data for s in x.addressable_shards}
-  return jax.tree.map(lambda x, sharding: jax.make_array_from_single_device_arrays(
-      x.shape, sharding, [by_device(x)[d] for d in here.devices.flat]), gathered, shardings)
+  def move(x, sharding):
+    by_device = {s.device: s.data for s in x.addressable_shards}
+    return jax.make_array_from_single_device_arrays(
+        x.shape, sharding, [by_device[d] for d in here.devices.flat])
+
+  return jax.tree.map(move, gathered, shardings)
 
 
 def rollout_rows(mesh: Mesh, heads: int = 0) -> NamedSharding:

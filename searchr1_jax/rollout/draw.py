@@ -37,15 +37,17 @@ def draw(logits_BV: Float[Array, "B V"], uniform_B: Float[Array, "B"],
   """
   greedy = how.temperature <= 0
   scaled_BV = logits_BV / jnp.where(greedy, 1.0, how.temperature)
-  top_B1 = jnp.max(scaled_BV, axis=-1, keepdims=True)
-  weights_BV = jnp.exp(scaled_BV - top_B1)
+  shifted_BV = scaled_BV - jnp.max(scaled_BV, axis=-1, keepdims=True)
+  weights_BV = jnp.exp(shifted_BV)
   least_B = lax.cond((how.top_p < 1) | (how.top_k > 0), _least_kept,
                      lambda w, _: jnp.zeros(w.shape[:1], w.dtype), weights_BV, how)
-  least_B = jnp.where(greedy, 1.0, least_B)  # the weight of the likeliest
+  # The weight of the likeliest is 1, but for how a compiler may round.
+  most_B = jnp.max(weights_BV, axis=-1)
+  least_B = jnp.where(greedy, most_B, jnp.minimum(least_B, most_B))
   ids_B = _pick(jnp.where(weights_BV >= least_B[:, None], weights_BV, 0),
                 jnp.where(greedy, 0.0, uniform_B))
-  picked_B = jnp.take_along_axis(scaled_BV, ids_B[:, None], axis=-1)[:, 0]
-  return ids_B, picked_B - top_B1[:, 0] - jnp.log(jnp.sum(weights_BV, axis=-1))
+  picked_B = jnp.take_along_axis(shifted_BV, ids_B[:, None], axis=-1)[:, 0]
+  return ids_B, jnp.minimum(picked_B, 0) - jnp.log(jnp.sum(weights_BV, axis=-1))
 
 
 def _pick(weights_BV: Float[Array, "B V"], uniform_B: Float[Array, "B"]) -> Int[Array, "B"]:

@@ -40,7 +40,7 @@ class RolloutStats:
   Tokens: prefilled, generated, and those not prefilled since another sample of the question had
   been (`shared_tokens`) or since the row's cache still held them (`kept_tokens`). `rounds`: decode
   calls; `seat_steps`: tokens that their seats could have written; `busy_...`: both up to the moment
-  when the last task had got its row.
+  when the last task had got its row. `search_failure`: why a search failed last, "" if none did.
   """
 
   seconds: dict[str, float] = dataclasses.field(
@@ -55,6 +55,7 @@ class RolloutStats:
   busy_seat_steps: int = 0
   busy_generated_tokens: int = 0
   programs: int = 0
+  search_failure: str = ""
 
   @property
   def occupancy(self) -> float:
@@ -92,8 +93,17 @@ def rollout(engine: Engine, params: Params, tasks: Sequence[Task], rules: ep.Rul
   search that fails ends its episodes with `retrieval_error`; it never becomes their text.
   """
   run = _Run(engine, tasks, rules, Searches(search, retrieval), watcher)
-  engine.begin(params, key, how)
-  run.charge("host")
+  try:
+    engine.begin(params, key, how)
+    run.charge("host")
+    _play(run, engine, retrieval)
+  finally:
+    engine.end()
+  return [run.done[i] for i in range(len(tasks))], run.stats
+
+
+def _play(run: _Run, engine: Engine, retrieval: Retrieval) -> None:
+  """The loop: fill rows, insert, let them write, hear what searches found."""
   while run.unfinished:
     run.fill_rows()
     run.charge("host")
@@ -118,8 +128,6 @@ def rollout(engine: Engine, params: Params, tasks: Sequence[Task], rules: ep.Rul
     run.searches.send()
     run.charge("host")
   run.book()
-  engine.end()
-  return [run.done[i] for i in range(len(tasks))], run.stats
 
 
 def prefill_needed(trajectories: Sequence[Trajectory]) -> int:
@@ -167,6 +175,8 @@ class _Run:
     """Advances the episodes of these rows, and books what they want next."""
     for row, event in events:
       task, episode = self._running[row]
+      if isinstance(event, ep.SearchFailed):
+        self.stats.search_failure = event.reason
       episode, effect = ep.advance(episode, event)
       self._running[row] = (task, episode)
       if isinstance(effect, ep.Search):

@@ -133,9 +133,11 @@ class Engine:
 
   def begin(self, params: decoder.Params, key: Array, how: Sampling) -> None:
     """Starts a rollout: lays the parameters out; rows are empty, counts at 0."""
+    self.end()  # a rollout that an error cut short may have left its parameters here
     mesh, self._params = lay_out_here(params, self.dtype)
     if mesh != self._mesh:
       self._mesh, self._state = mesh, None
+      self._met.clear()
       self._programs = sampler.programs(self.shape, self.dtype, self._allowed_vocab,
                                         self.shapes.tokens, mesh)
     # Placed once: arrays of the host would travel with every call.
@@ -161,8 +163,10 @@ class Engine:
     free = [i for i, rows in enumerate(devices) if not all(r.taken for r in rows)]
     if not free:
       return None
-    device = min(free, key=lambda i: (all(prompt not in (r.prompt, r.coming) for r in devices[i]),
-                                      sum(r.taken for r in devices[i])))
+    taken = [sum(r.taken for r in rows) for rows in devices]
+    # Samples of a prompt stay together, but not where others' seats would be empty.
+    device = min(free, key=lambda i: (taken[i] // self.shapes.seats[-1],
+                                      all(r.coming != prompt for r in devices[i]), taken[i]))
     # The one with the oldest prompt: others of a younger group may still come and share theirs.
     row = min((i for i in range(size) if not devices[device][i].taken),
               key=lambda i: devices[device][i].prompt)
@@ -221,21 +225,21 @@ class Engine:
 
     `on_piece` is told what each row wrote, whether its turn ended or not.
     """
-    size = self.shapes.rows
-    ready = [sorted((i for i in range(d, d + size) if self._rows[i].writing),
-                    key=lambda i: (self._rows[i].turns, self._rows[i].place)) for d in range(0, len(self._rows), size)]
+    size, rows = self.shapes.rows, self._rows
+    first = lambda i: (rows[i].turns, rows[i].place)
+    ready = [sorted((i for i in range(d, d + size) if rows[i].writing), key=first)
+             for d in range(0, len(rows), size)]
     seats = slots.seats_for(max(map(len, ready)), self.shapes)
-    chosen = [rows[:seats] for rows in ready]
+    chosen = [waiting[:seats] for waiting in ready]
     width = slots.at_least(self.shapes.widths, max(
-        min(r.limit, r.length + self.shapes.tokens)
-        for rows in chosen for r in (self._rows[i] for i in rows)))
+        min(rows[i].limit, rows[i].length + self.shapes.tokens) for few in chosen for i in few))
     pieces = self._decode(chosen, seats, width)
     self.counts.calls += 1
     self.counts.seat_steps += seats * int(pieces.steps_N.max()) * self._devices
     out = {}
-    for device, rows in enumerate(self._seated):
-      for at, row in enumerate(rows, start=device * seats):
-        r, n = self._rows[row], int(pieces.counts_B[at])
+    for device, seated in enumerate(self._seated):
+      for at, row in enumerate(seated, start=device * seats):
+        r, n = rows[row], int(pieces.counts_B[at])
         ids = pieces.ids_BT[at, :n].tolist()
         r.ids += ids
         r.logprobs += pieces.logprobs_BT[at, :n].tolist()
@@ -255,7 +259,8 @@ class Engine:
     total = (0 if insert.fresh else self._rows[insert.row].length) + len(insert.ids)
     if total + insert.max_tokens > self.shapes.slots:
       raise UserError(f"an episode needs {total + insert.max_tokens} tokens, a row holds "
-                      f"{self.shapes.slots}; raise rollout.slots or lower max_episode_tokens")
+                      f"{self.shapes.slots}; give rows that many slots or lower the rules' "
+                      "max_episode_tokens")
     if not insert.ids:
       raise ValueError("an insert has at least one token: a row writes after something")
 
@@ -268,7 +273,8 @@ class Engine:
     """One call: the parts of every device."""
     self._met_first("prefill", call.rows, call.chunk, call.width)
     size = (self._devices * call.rows,)
-    ids_RC, rows_R = np.zeros((*size, call.chunk), np.int32), np.full(size, self.shapes.rows, np.int32)
+    ids_RC = np.zeros((*size, call.chunk), np.int32)
+    rows_R = np.full(size, self.shapes.rows, np.int32)
     counts_R, starts_R = np.zeros(size, np.int32), np.zeros(size, np.int32)
     prompt_R = np.zeros(size, bool)
     for device, parts in enumerate(call.parts):
@@ -278,9 +284,9 @@ class Engine:
         rows_R[r], counts_R[r] = insert.row - device * self.shapes.rows, n
         starts_R[r], prompt_R[r] = part.start, insert.fresh and part.end == len(insert.ids)
         self.counts.prefilled += n
-    self._state = self._programs.prefill(
-        self._params, self._state, sampler.Inserts(rows_R, ids_RC, counts_R, starts_R, prompt_R),
-        width=call.width)
+    inserts = sampler.Inserts(rows_R, ids_RC, counts_R, starts_R, prompt_R)
+    self._state = self._programs.prefill(self._params, self._take_state(), inserts,
+                                         width=call.width)
 
   def _share(self, sources: Mapping[int, int], longest: int) -> None:
     """Rows begin with the prompts of other rows: {row: the row that holds its prompt}."""
@@ -293,7 +299,7 @@ class Engine:
       at = device * size + count_N[device]
       from_R[at], to_R[at] = source % size, row % size
       count_N[device] += 1
-    self._state = self._programs.share(self._state, sampler.Shares(from_R, to_R, count_N),
+    self._state = self._programs.share(self._take_state(), sampler.Shares(from_R, to_R, count_N),
                                        width=width)
 
   def _decode(self, chosen: Sequence[Sequence[int]], seats: int, width: int) -> sampler.Pieces:
@@ -317,11 +323,18 @@ class Engine:
         rows_B[at], lengths_B[at] = row - device * self.shapes.rows, r.length
         limits_B[at], stops_B[at], seeds_BM[at] = r.limit, r.stop, r.seeds
     enough = np.int32(max(1, seats * slots.STOPPED_SHARE))
+    desk, self._desk_size = self._desk, None
     self._state, self._desk, pieces = self._programs.decode(
-        self._params, self._state, self._desk,
+        self._params, self._take_state(), desk,
         sampler.Seats(rows_B, lengths_B, limits_B, stops_B, seeds_BM, fetch_B, fetches_N),
         *self._how, enough)
+    self._desk_size = (seats, width)
     return jax.device_get(pieces)
+
+  def _take_state(self) -> sampler.RowState:
+    """The rows' state, for a program that it's donated to; were that to fail, none would be left."""
+    state, self._state = self._state, None
+    return state
 
   def _clear_desk(self) -> None:
     """Nobody sits at the desk, and its memory is free."""

@@ -272,8 +272,9 @@ def programs(shape: DecoderShape, dtype: Any, allowed_vocab: int, tokens: int,
   @functools.partial(jax.jit, donate_argnames=("state", "desk"),
                      out_shardings=(state, cache, None))
   def decode(params, state, desk, seats, *rest):
-    return over(decode_rows, False, True, True, True, *(False,) * 4, model=model,
-                allowed_vocab=allowed_vocab, tokens=tokens, in_step=in_step)(params, state, desk, seats, *rest)
+    run = over(decode_rows, False, True, True, True, *(False,) * 4, model=model,
+               allowed_vocab=allowed_vocab, tokens=tokens, in_step=in_step)
+    return run(params, state, desk, seats, *rest)
 
   new = lambda what, shardings: jax.jit(
       lambda rows, slots: what(shape, rows, slots, dtype), static_argnums=(0, 1),

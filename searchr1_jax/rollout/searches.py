@@ -17,6 +17,8 @@ from retriever.protocol import Passage, RetrievalError, Search
 from searchr1_jax.rollout import episode as ep
 from searchr1_jax.types import UserError
 
+LONGEST = 1e6  # seconds: a lock cannot be waited for as long as a float can say
+
 
 @dataclasses.dataclass(frozen=True)
 class Retrieval:
@@ -24,7 +26,7 @@ class Retrieval:
 
   A request that ran out of time is given up and no longer counted, though its thread may hang on.
   `deterministic`: what a decode call found is asked before the next one and heard after it,
-  however long that takes, so that no clock decides what the device computes.
+  however long that takes, so that no clock but a deadline decides what the device computes.
   """
 
   in_flight: int = 4
@@ -32,9 +34,9 @@ class Retrieval:
   deterministic: bool = True
 
   def __post_init__(self):
-    if self.in_flight < 1 or not self.seconds > 0:
-      raise UserError(f"{self.in_flight} requests in flight of {self.seconds} s each search for "
-                      "nothing; set in_flight to 1 or more, seconds above 0")
+    if self.in_flight < 1 or not 0 < self.seconds <= LONGEST:
+      raise UserError(f"{self.in_flight} requests in flight of {self.seconds} s each cannot be; "
+                      f"set in_flight to 1 or more, seconds above 0 and up to {LONGEST:g}")
 
 
 @dataclasses.dataclass

@@ -36,19 +36,20 @@ class EngineShapes:
     for name in ("seats", "row_buckets"):
       sizes = getattr(self, name)
       if not sizes or not 0 < min(sizes) <= max(sizes) <= self.rows:
-        raise UserError(f"{name} {sizes} must hold sizes from 1 to {self.rows} (rows)")
+        raise UserError(f"rollout.{name} is {sizes}; wanted sizes from 1 to rollout.rows="
+                        f"{self.rows}: lower them, or raise rollout.rows")
       object.__setattr__(self, name, tuple(sorted(set(sizes))))
     if not self.chunk_buckets or min(self.chunk_buckets) < 1:
-      raise UserError(f"chunk_buckets is {self.chunk_buckets}; name at least one length of a "
-                      "prefill, 1 or more")
+      raise UserError(f"rollout.chunk_buckets is {self.chunk_buckets}; name at least one length "
+                      "of a prefill, 1 or more")
     if self.slots < 1:
       raise UserError(f"a row of {self.slots} slots holds nothing; set 1 or more")
     if self.tokens < 1:
       raise UserError(f"a decode call of {self.tokens} tokens writes nothing; set 1 or more")
     if min(self.widths, default=1) < 1:
-      raise UserError(f"widths {self.widths} must be 1 or more")
+      raise UserError(f"rollout.widths is {self.widths}; wanted sizes of 1 or more")
     object.__setattr__(self, "chunk_buckets", tuple(sorted(set(self.chunk_buckets))))
-    # A width below what one call writes would read nothing else.
+    # A narrower desk could not hold what a call writes.
     kept = {w for w in self.widths if self.tokens <= w < self.slots}
     object.__setattr__(self, "widths", (*sorted(kept), self.slots))
     object.__setattr__(self, "tokens", min(self.tokens, self.slots))
@@ -65,9 +66,9 @@ class EngineShapes:
     """As many of the rows and seats as a budget of bytes holds; a seat needs as much as a row."""
     fit = budget // row_bytes
     if fit < 2:
-      raise UserError(f"rollout.cache_gib={budget / 2**30:.3g} holds no row and seat of "
-                      f"{row_bytes / 2**30:.3g} GiB each; raise it or lower "
-                      "episode.max_episode_tokens")
+      raise UserError(f"config.rollout.cache_gib={budget / 2**30:.3g} is less than the "
+                      f"{2 * row_bytes / 2**30:.3g} that one row and its seat take; raise it or "
+                      "lower config.episode.max_episode_tokens")
     wanted = self.rows + self.seats[-1]
     if fit >= wanted:
       return self

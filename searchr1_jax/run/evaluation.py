@@ -39,12 +39,14 @@ def answer_all(engine: Engine, params: Params, questions: Sequence[Question], ru
                retrieval: Retrieval) -> list[Answered]:
   """Every question once, in order. A search that fails is an error: no question is dropped."""
   tasks = [drive.Task(q, 0, encode_prompt(q)) for q in questions]
-  trajectories, _ = distributed.rollout(engine, params, tasks, rules, search, how=how, key=key,
-                                        retrieval=retrieval)
+  trajectories, stats = distributed.rollout(engine, params, tasks, rules, search, how=how, key=key,
+                                            retrieval=retrieval)
   lost = [t for t in trajectories if t.stop_reason is StopReason.RETRIEVAL_ERROR]
   if lost:
-    raise RetrievalError(f"the search engine failed in {len(lost)} of {len(tasks)} episodes; an "
-                         "evaluation drops no question, so mend the engine and start it again")
+    reason = f" ({stats.search_failure})" if stats.search_failure else ""  # else: another process
+    raise RetrievalError(
+        f"the search engine failed in {len(lost)} of {len(tasks)} episodes{reason}; an evaluation "
+        "drops no question, so mend the engine and start it again")
   return [Answered(t, score(t)) for t in trajectories]
 
 

@@ -14,10 +14,9 @@ import ml_collections
 from retriever import engine as engines
 from searchr1_jax.algo import collate, losses, update
 from searchr1_jax.model import decoder, sharding, shapes, weights
-from searchr1_jax.rollout import draw, slots, stops
+from searchr1_jax.rollout import draw, searches, slots, stops
 from searchr1_jax.rollout.engine import Engine
 from searchr1_jax.rollout.episode import EpisodeSettings, Rules, make_rules
-from searchr1_jax.rollout.searches import Retrieval
 from searchr1_jax.run import cli, data
 from searchr1_jax.text import actions, prompts, rewards
 from searchr1_jax.text.tokenizer import Tokenizer
@@ -29,17 +28,20 @@ ALGORITHMS = ("ppo", "grpo", "rloo")
 BOUNDS = {
     "[0, 4294967296)": ("seed", "world.seed", "world.test_seed"),  # 32 bits address randomness
     "[0, inf)": (
-        "steps", "episode.max_turns", "episode.max_searches", "rollout.top_k", "algo.kl_coef",
+        "steps", "episode.max_turns", "episode.max_searches", "algo.kl_coef",
         "algo.clip_high", "algo.llds_coef", "algo.value_only_steps", "optimizer.policy_lr",
         "optimizer.value_lr", "optimizer.weight_decay", "eval.every", "eval.questions",
         "log.trajectories"),
     "[0.001, inf)": ("rollout.temperature",),  # logits are divided by it, in float32
+    "[0, 2147483648)": ("rollout.top_k",),  # an int32 on the device
     "(0, inf)": ("algo.kl_target", "algo.value_clip", "algo.importance_cap", "optimizer.eps",
-                 "optimizer.clip_norm", "rollout.cache_gib", "rollout.search_seconds"),
+                 "optimizer.clip_norm", "rollout.cache_gib"),
+    f"(0, {searches.LONGEST:.0f}]": ("rollout.search_seconds",),
     "[1, inf)": (
         "model.logits_tokens", "data.questions", "episode.max_turn_tokens",
         "episode.max_episode_tokens", "episode.max_observation_tokens", "episode.top_k",
-        "rollout.rows", "rollout.seat_tokens", "rollout.in_flight", "algo.group_size", "algo.kl_horizon", "algo.epochs",
+        "rollout.rows", "rollout.seat_tokens", "rollout.in_flight", "algo.group_size",
+        "algo.kl_horizon", "algo.epochs",
         "algo.updates_per_batch", "batch.tokens", "mesh.data", "mesh.fsdp", "mesh.tensor",
         "checkpoint.every", "checkpoint.keep", "limits.lost_batches", "limits.bad_updates"),
     "(1, inf)": ("algo.dual_clip",),
@@ -222,10 +224,10 @@ def engine_shapes(c: ml_collections.ConfigDict, shape: shapes.DecoderShape) -> s
   return found.fixed() if r.deterministic else found
 
 
-def retrieval(c: ml_collections.ConfigDict) -> Retrieval:
+def retrieval(c: ml_collections.ConfigDict) -> searches.Retrieval:
   """How searches of a rollout are run."""
   r = c.rollout
-  return Retrieval(r.in_flight, r.search_seconds, r.deterministic)
+  return searches.Retrieval(r.in_flight, r.search_seconds, r.deterministic)
 
 
 def open_search(c: ml_collections.ConfigDict) -> engines.SearchEngine:
