@@ -32,7 +32,7 @@ from searchr1_jax.model import sharding, value
 from searchr1_jax.rollout import draw, drive
 from searchr1_jax.run import (checkpoint, cli, data, disk, distributed, evaluation,
                               metrics as measures, setup, writers)
-from searchr1_jax.types import Question, Score, StopReason, Trajectory, UserError
+from searchr1_jax.types import Question, StopReason, Trajectory, UserError
 
 EVALUATION_DRAW = 2**31 - 1  # the "step" that addresses the randomness of sampled evaluations
 

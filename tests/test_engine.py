@@ -579,63 +579,7 @@ def test_each_program_compiles_once_and_nothing_after_the_first_rollouts(compila
   assert compilations == []
 
 
-# How an id is drawn.
-
-
-def draws(logits_V, count, key=0, **how):
-  """Ids and log-probs of many independent draws from one row of logits."""
-  logits_BV = jnp.broadcast_to(jnp.asarray(logits_V, jnp.float32), (count, len(logits_V)))
-  return jax.tree.map(np.asarray, jax.jit(draw.draw)(
-      logits_BV, jax.random.uniform(jax.random.key(key), (count,)), draw.sampling(**how)))
-
-
-def expected_shares(logits_V, temperature, top_p=1.0, top_k=0):
-  """The distribution in float64: the k likeliest, of those the smallest set that holds top_p."""
-  scaled = np.asarray(logits_V, np.float64) / temperature
-  shares = np.exp(scaled - scaled.max())
-  shares /= shares.sum()
-  kept, mass = np.zeros(len(shares), bool), 0.0
-  for rank, i in enumerate(np.argsort(-shares, kind="stable")):
-    if rank and (mass >= top_p or (top_k and rank >= top_k)):  # the likeliest always stays
-      break
-    kept[i] = True
-    mass += shares[i]
-  cut = np.where(kept, shares, 0.0)
-  return shares, cut / cut.sum()
-
-
-LOGITS = (1.0, -0.5, 2.0, 0.3, -3.0, 1.4, -1e30, 0.9)
-
-
-@pytest.mark.parametrize("how", [
-    dict(temperature=1.0), dict(temperature=0.5), dict(temperature=2.0),
-    dict(temperature=1.0, top_k=3), dict(temperature=1.0, top_p=0.8),
-    dict(temperature=0.7, top_p=0.9, top_k=4), dict(temperature=1.0, top_p=0.0),
-    dict(temperature=1.0, top_k=1), dict(temperature=1.0, top_k=100)])
-def test_draws_follow_the_distribution(how):
-  count = 20_000
-  ids, logprobs = draws(LOGITS, count, **how)
-  whole, cut = expected_shares(LOGITS, **how)
-  seen = np.bincount(ids, minlength=len(LOGITS)) / count
-  # Five standard deviations of a share, sqrt(p (1 - p) / n); what is cut off never comes.
-  np.testing.assert_array_less(np.abs(seen - cut), 5 * np.sqrt(cut * (1 - cut) / count) + 1e-9)
-  np.testing.assert_allclose(logprobs, np.log(whole[ids]), atol=1e-5)
-
-
-def test_temperature_zero_is_greedy_and_reports_temperature_one():
-  ids, logprobs = draws(LOGITS, 50, temperature=0.0, top_p=0.3)
-  assert set(ids.tolist()) == {2}
-  np.testing.assert_allclose(logprobs, np.log(expected_shares(LOGITS, 1.0)[0][2]), atol=1e-6)
-
-
-def test_a_row_draws_by_its_own_number():
-  logits_BV = jax.random.normal(jax.random.key(3), (6, 50))
-  uniform_B = jax.random.uniform(jax.random.key(4), (6,))
-  how = draw.sampling(1.0)
-  run = jax.jit(draw.draw)
-  ids_B, _ = run(logits_BV, uniform_B, how)
-  order = np.array([3, 0, 5, 1, 4, 2])
-  np.testing.assert_array_equal(run(logits_BV[order], uniform_B[order], how)[0], ids_B[order])
+# What is drawn.
 
 
 def test_ids_beyond_the_tokenizer_are_never_drawn():

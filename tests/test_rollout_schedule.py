@@ -25,7 +25,7 @@ from searchr1_jax.rollout import draw, drive
 from searchr1_jax.rollout.engine import Insert, Written
 from searchr1_jax.rollout.searches import Retrieval
 from searchr1_jax.rollout.slots import EngineShapes
-from searchr1_jax.types import Question, Role, StopReason
+from searchr1_jax.types import Role, StopReason
 
 PATIENCE = 5.0  # seconds after which a search that nobody lets go is taken for a mistake
 MANY = dataclasses.replace(SHAPES, rows=9)  # as SHAPES, with room for nine episodes at once

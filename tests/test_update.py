@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import toys
 
-from searchr1_jax.algo import advantages, collate, losses, update
+from searchr1_jax.algo import collate, losses, update
 from searchr1_jax.model import logprobs
 from searchr1_jax.types import Mean, Targets, UserError
 

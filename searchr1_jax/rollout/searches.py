@@ -11,7 +11,6 @@ import dataclasses
 import queue
 import threading
 import time
-from typing import Sequence
 
 from retriever.protocol import Passage, RetrievalError, Search
 from searchr1_jax.rollout import episode as ep
