@@ -117,7 +117,9 @@ def alike(runs: Runs, workdir: str, steps: int = 3) -> None:
     here, alone = runs.told(workdir, step), runs.told("alone", step)
     assert [x[:3] for x in here] == [x[:3] for x in alone]  # questions, samples and ids
     for mine, theirs in zip(here, alone):
-      np.testing.assert_allclose(mine[3], theirs[3], atol=2e-5)
+      # Sums in another order: up to 3e-5 was seen of log-probs at sharp logits (as for the gap below);
+      # after an update the parameters differ by up to 1e-6 as well.
+      np.testing.assert_allclose(mine[3], theirs[3], atol=1e-4 if step else 5e-5)
       assert mine[4] == theirs[4]
   lines, params, done = runs.end(workdir)
   expected, wanted, _ = runs.end("alone")

@@ -19,7 +19,7 @@ from test_weights import FAMILIES, TIED, UNTIED, assert_same, tensors_of, write
 import tiny_models as tiny
 
 from searchr1_jax.model import decoder, folders, shapes, weights
-from searchr1_jax.rollout import sampler
+from searchr1_jax.rollout import draw
 
 
 @pytest.mark.parametrize("kind, seed", FAMILIES)
@@ -221,15 +221,15 @@ def test_no_id_beyond_the_tokenizer_is_ever_drawn():
   shape = dataclasses.replace(tiny.random_shape("qwen2", 0), vocab_size=97)
   params = tiny.random_params(shape, 0)
   hidden_BD = jax.random.normal(jax.random.key(0), (100_000, shape.width))
-  keys_B = jax.random.split(jax.random.key(1), 100_000)
+  uniform_B = jax.random.uniform(jax.random.key(1), (100_000,))
 
   @jax.jit
-  def draw(hidden_BD, how):
-    return sampler.draw(decoder.logits(params, hidden_BD, 61), keys_B, how)[0]
+  def drawn(hidden_BD, how):
+    return draw.draw(decoder.logits(params, hidden_BD, 61), uniform_B, how)[0]
 
-  for how in (sampler.sampling(1.0), sampler.sampling(50.0), sampler.sampling(0.0),
-              sampler.sampling(5.0, top_p=0.99, top_k=80)):
-    ids_B = np.asarray(draw(hidden_BD, how))
+  for how in (draw.sampling(1.0), draw.sampling(50.0), draw.sampling(0.0),
+              draw.sampling(5.0, top_p=0.99, top_k=80)):
+    ids_B = np.asarray(drawn(hidden_BD, how))
     assert ids_B.min() >= 0 and ids_B.max() == 60  # and the last one that there is, is drawn
 
 
