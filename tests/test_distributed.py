@@ -117,9 +117,9 @@ def alike(runs: Runs, workdir: str, steps: int = 3) -> None:
     here, alone = runs.told(workdir, step), runs.told("alone", step)
     assert [x[:3] for x in here] == [x[:3] for x in alone]  # questions, samples and ids
     for mine, theirs in zip(here, alone):
-      # Sums in another order: up to 3e-5 was seen of log-probs at sharp logits (as for the gap below);
-      # after an update the parameters differ by up to 1e-6 as well.
-      np.testing.assert_allclose(mine[3], theirs[3], atol=1e-4 if step else 5e-5)
+      # Rollouts split heads too, so sums come in another order; this base attends sharply, which
+      # carried rounding to 6e-5 in the log-prob of one unlikely token among hundreds.
+      np.testing.assert_allclose(mine[3], theirs[3], atol=2e-4)
       assert mine[4] == theirs[4]
   lines, params, done = runs.end(workdir)
   expected, wanted, _ = runs.end("alone")
@@ -130,7 +130,7 @@ def alike(runs: Runs, workdir: str, steps: int = 3) -> None:
   for mine, theirs in zip(lines, expected):
     for name in (n for n in theirs if not n.startswith(own)):
       # The gap between sampler and trainer is rounding itself: as much as two log-probs may differ by.
-      least = 5e-5 if name.startswith("sampler_gap/") else 1e-5
+      least = 2e-4 if name.startswith("sampler_gap/") else 1e-5
       assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=least), name
   for mine, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
     np.testing.assert_allclose(mine, theirs, atol=1e-6)
