@@ -130,7 +130,7 @@ def alike(runs: Runs, workdir: str, steps: int = 3) -> None:
   for mine, theirs in zip(lines, expected):
     for name in (n for n in theirs if not n.startswith(own)):
       # The gap between sampler and trainer is rounding itself: as much as two log-probs may differ by.
-      least = 2e-4 if name.startswith("sampler_gap/") else 1e-5
+      least = 5e-5 if name.startswith("sampler_gap/") else 1e-5
       assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=least), name
   for mine, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
     np.testing.assert_allclose(mine, theirs, atol=1e-6)
