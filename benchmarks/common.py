@@ -40,6 +40,12 @@ def random_model(args: argparse.Namespace):
   return shape, decoder.init_params(shape, jax.random.key(args.seed))
 
 
+def never(vocab: int):
+  """A stop that no token completes, so that every turn takes all the tokens that it may."""
+  from searchr1_jax.rollout import stops
+  return stops.build_automaton([b"x"] * vocab, [b"</search>"])
+
+
 def grpo_learner(shape: Any, chunk: int, remat: str, scan: bool):
   """What a GRPO update in float32 takes: (function that scores, optimizer, learner)."""
   import jax.numpy as jnp

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from searchr1_jax.model import decoder, shapes, weights
-from searchr1_jax.rollout import draw, stops
+from searchr1_jax.rollout import draw
 from searchr1_jax.rollout.engine import Engine, Insert
 from searchr1_jax.rollout.slots import EngineShapes
 
@@ -59,9 +59,9 @@ def matrix_rate(size: int = 2048) -> float:
 
 def seconds_a_token(rows: int, width: int) -> float:
   """The fastest of a few turns, a row's share of a call left aside."""
-  never = stops.build_automaton([b"x"] * shape.vocab_size, [b"</search>"])
   engine = Engine(shape, EngineShapes(rows, width, args.T, (rows,), (min(rows, 4),),
-                                      (args.length,)), never, (), shape.vocab_size)
+                                      (args.length,)),
+                  common.never(shape.vocab_size), (), shape.vocab_size)
   rng, found = np.random.default_rng(args.seed), []
   engine.begin(params, jax.random.key(0), draw.sampling(1.0))
   for turn in range(args.repeats + 1):

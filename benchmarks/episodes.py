@@ -27,7 +27,7 @@ import jax
 
 from retriever.engine import open_engine
 from searchr1_jax.model import weights
-from searchr1_jax.rollout import draw, drive, stops
+from searchr1_jax.rollout import draw, drive
 from searchr1_jax.rollout.engine import Engine
 from searchr1_jax.rollout.episode import EpisodeSettings, make_rules
 from searchr1_jax.rollout.searches import Retrieval
@@ -49,12 +49,12 @@ length = max(map(len, ids)) + (args.searches + 1) * args.T + args.searches * 256
 rules = make_rules(
     EpisodeSettings(args.searches, args.T, length, 256), tokenizer.encode_plain,
     lambda ids: b"<search>" + tokenizer.decode_bytes(ids)[-100:].replace(b"<", b"") + b"</search>")
-never = stops.build_automaton([b"x"] * shape.vocab_size, [b"</search>"])
 rows, seats = len(tasks), min(args.seats, len(tasks))
 # Four rows fill the matrix units; scores of more would not fit a core's cache.
 engine = Engine(
     shape, EngineShapes(rows, length, args.T, (seats,), (min(4, rows),), (160, 256),
-                        (length // 2, 3 * length // 4)), never, (), tokenizer.size)
+                        (length // 2, 3 * length // 4)),
+    common.never(shape.vocab_size), (), tokenizer.size)
 
 
 def timed(seed: int):

@@ -27,16 +27,16 @@ import jax
 import numpy as np
 
 from searchr1_jax.model import shapes
-from searchr1_jax.rollout import draw, stops
+from searchr1_jax.rollout import draw
 from searchr1_jax.rollout.engine import Engine, EngineShapes, Insert
 
 shape, params = common.random_model(args)
 slots = args.P + args.turns * args.T + (args.turns - 1) * args.R
-never = stops.build_automaton([b"x"] * args.vocab, [b"</search>"])
-# One program to prefill and one to decode. More chunks and widths are faster once they are compiled:
+# One program to prefill and one to decode. More chunks and widths are faster once compiled:
 # --widths, --chunks.
-engine = Engine(shape, EngineShapes(args.N, slots, args.T, (args.N,), (args.N,), args.chunks or (
-    max(args.P, args.R),), args.widths), never, end_ids=(), allowed_vocab=args.vocab)
+chunks = args.chunks or (max(args.P, args.R),)
+engine = Engine(shape, EngineShapes(args.N, slots, args.T, (args.N,), (args.N,), chunks, args.widths),
+                common.never(args.vocab), end_ids=(), allowed_vocab=args.vocab)
 
 
 def rollout(seed: int) -> None:
@@ -63,6 +63,6 @@ counts = engine.counts
 common.report(
     bench="rollout", N=args.N, P=args.P, T=args.T, R=args.R, turns=args.turns,
     params=shapes.count_parameters(shape), first_rollout_s=round(first, 3),
-    rollout_s=common.spread(seconds), prefilled_tokens=counts.prefilled,
-    generated_tokens=counts.generated,
-    generated_tok_s=round(counts.generated / common.spread(seconds)["median"], 1))
+    rollout_s=common.spread(seconds), prefilled_tokens=counts.prefilled_tokens,
+    generated_tokens=counts.generated_tokens,
+    generated_tok_s=round(counts.generated_tokens / common.spread(seconds)["median"], 1))

@@ -25,7 +25,7 @@ common.pin(args.cpus)
 import jax
 
 from retriever.protocol import Passage
-from searchr1_jax.rollout import draw, drive, stops
+from searchr1_jax.rollout import draw, drive
 from searchr1_jax.rollout.engine import Engine
 from searchr1_jax.rollout.episode import EpisodeSettings, make_rules
 from searchr1_jax.rollout.searches import Retrieval
@@ -35,7 +35,6 @@ from searchr1_jax.types import Question
 
 shape, params = common.random_model(args)
 tokenizer = ByteTokenizer()
-never = stops.build_automaton([b"x"] * args.vocab, [b"</search>"])
 PASSAGE = Passage("0", '"Nile"\nThe Nile is a river.', 1.0)
 
 
@@ -43,7 +42,7 @@ def engine_of(rows: int, slots: int) -> Engine:
   some = lambda *sizes: tuple(n for n in sizes if n < args.seats) + (args.seats,)
   shapes = EngineShapes(rows, slots, 32, some(4), some(2, 8), (128, slots),
                         (slots // 4, slots // 2))
-  return Engine(shape, shapes, never, (), args.vocab)
+  return Engine(shape, shapes, common.never(args.vocab), (), args.vocab)
 
 
 def tasks_of(lengths: list[int]) -> list[drive.Task]:

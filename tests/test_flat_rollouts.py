@@ -9,15 +9,10 @@ import jax
 import pytest
 import test_engine
 
+from benchmarks import weights
 from searchr1_jax.rollout import draw, drive
 from searchr1_jax.rollout.searches import Retrieval
 from searchr1_jax.rollout.slots import EngineShapes
-
-
-def resident() -> int:
-  """Bytes of this process in memory."""
-  with open("/proc/self/status") as f:
-    return next(int(line.split()[1]) for line in f if line.startswith("VmRSS")) * 1024
 
 
 @pytest.mark.slow
@@ -36,7 +31,7 @@ def test_ten_thousand_episodes_leave_nothing_behind():
     assert stats.searches > 50
     gc.collect()
     live = sum(x.nbytes for x in jax.live_arrays())
-    held.append((resident(), live, threading.active_count()))
+    held.append((weights.resident("VmRSS"), live, threading.active_count()))
   # Everything has compiled by the third rollout.
   assert {(live, threads) for _, live, threads in held[2:]} == {held[-1][1:]}
   assert held[-1][0] < 1.02 * held[3][0]

@@ -127,7 +127,7 @@ class Rows:
 
   @property
   def shared(self):
-    return self.engine.counts.shared
+    return self.engine.counts.shared_tokens
 
 
 def first_turn(task):

@@ -91,23 +91,26 @@ def attention_at(q_BLHE: Float[Array, "B L H E"], k_BKSE: Float[Array, "B K S E"
                  v_BKSE: Float[Array, "B K S E"],
                  positions_BL: Int[Array, "B L"]) -> Float[Array, "B L H E"]:
   """Queries at any positions against keys of which s stands at position s: p sees those up to p."""
-  visible_BLS = jnp.arange(k_BKSE.shape[2])[None, None, :] <= positions_BL[:, :, None]
-  q_BKRLE = _by_head(q_BLHE, k_BKSE.shape[1])
-  return _by_position(kernels.attend(q_BKRLE, k_BKSE, v_BKSE, visible_BLS))
+  return _attend_up_to(kernels.attend, q_BLHE, k_BKSE, v_BKSE, positions_BL)
 
 
 def cached_attention(q_BLHE: Float[Array, "B L H E"], k_BKES: Float[Array, "B K E S"],
                      v_BKSE: Float[Array, "B K S E"],
                      positions_BL: Int[Array, "B L"]) -> Float[Array, "B L H E"]:
   """`attention_at` over keys and values as a cache keeps them, without gradients."""
-  visible_BLS = jnp.arange(k_BKES.shape[3])[None, None, :] <= positions_BL[:, :, None]
-  q_BKRLE = _by_head(q_BLHE, k_BKES.shape[1])
-  return _by_position(kernels.attend_cached(q_BKRLE, k_BKES, v_BKSE, visible_BLS))
+  return _attend_up_to(kernels.attend_cached, q_BLHE, k_BKES, v_BKSE, positions_BL)
 
 
 def by_head(x_BLKE: Float[Array, "B L K E"]) -> Float[Array, "B K L E"]:
   """Keys or values with the positions of each head side by side, as `attention_at` reads them."""
   return jnp.swapaxes(x_BLKE, 1, 2)
+
+
+def _attend_up_to(attend, q_BLHE, k, v_BKSE, positions_BL):
+  """The attention of queries that see the keys up to their positions, `k` as `attend` takes it."""
+  visible_BLS = jnp.arange(v_BKSE.shape[2])[None, None, :] <= positions_BL[:, :, None]
+  q_BKRLE = _by_head(q_BLHE, v_BKSE.shape[1])
+  return _by_position(attend(q_BKRLE, k, v_BKSE, visible_BLS))
 
 
 def _by_head(q_BLHE, kv_heads):

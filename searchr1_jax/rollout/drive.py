@@ -13,7 +13,7 @@ from retriever.protocol import Search
 from searchr1_jax.model.decoder import Params
 from searchr1_jax.rollout import episode as ep
 from searchr1_jax.rollout.draw import Sampling
-from searchr1_jax.rollout.engine import Engine, Insert
+from searchr1_jax.rollout.engine import Counts, Engine, Insert
 from searchr1_jax.rollout.searches import Retrieval, Searches
 from searchr1_jax.types import Question, Role, Trajectory
 
@@ -33,28 +33,19 @@ class Task:
 
 
 @dataclasses.dataclass
-class RolloutStats:
-  """What a rollout cost.
+class RolloutStats(Counts):
+  """What a rollout cost: the device's counts, and what is known of it outside the engine.
 
   `seconds`: prefill, decode, search (the device idle, every row waiting for passages) and host.
-  Tokens: prefilled, generated, and those not prefilled since another sample of the question had
-  been (`shared_tokens`) or since the row's cache still held them (`kept_tokens`). `rounds`: decode
-  calls; `seat_steps`: tokens that their seats could have written; `busy_...`: both up to the moment
-  when the last task had got its row. `search_failure`: why a search failed last, "" if none did.
+  `busy_...`: counts up to the moment when the last task had got its row. `search_failure`: why a
+  search failed last, "" if none did.
   """
 
   seconds: dict[str, float] = dataclasses.field(
       default_factory=lambda: {"prefill": 0.0, "decode": 0.0, "search": 0.0, "host": 0.0})
-  prefilled_tokens: int = 0
-  generated_tokens: int = 0
-  shared_tokens: int = 0
-  kept_tokens: int = 0
   searches: int = 0
-  rounds: int = 0
-  seat_steps: int = 0
   busy_seat_steps: int = 0
   busy_generated_tokens: int = 0
-  programs: int = 0
   search_failure: str = ""
 
   @property
@@ -199,11 +190,10 @@ class _Run:
 
   def book(self) -> None:
     """Brings the engine's counts into the statistics."""
-    s, c = self.stats, self.engine.counts
-    s.prefilled_tokens, s.generated_tokens, s.programs = c.prefilled, c.generated, c.programs
-    s.shared_tokens, s.kept_tokens, s.rounds, s.seat_steps = c.shared, c.kept, c.calls, c.seat_steps
+    s = self.stats
+    vars(s).update(vars(self.engine.counts))
     if self._next < len(self.tasks):
-      s.busy_seat_steps, s.busy_generated_tokens = c.seat_steps, c.generated
+      s.busy_seat_steps, s.busy_generated_tokens = s.seat_steps, s.generated_tokens
 
   def charge(self, phase: str) -> None:
     """Charges the time since the last charge to a phase."""

@@ -38,16 +38,17 @@ class Written:
 class Counts:
   """What a rollout cost the device.
 
-  Tokens `prefilled`, `generated`, not prefilled because another sample's prompt was there
-  (`shared`) or because the row still held them (`kept`). `seat_steps`: seats times tokens of all
-  decode calls; `programs`: shapes that had not run before.
+  Tokens prefilled, generated, and those not prefilled since another sample of the question had
+  been (`shared_tokens`) or since the row's cache still held them (`kept_tokens`). `rounds`: decode
+  calls; `seat_steps`: tokens that their seats could have written; `programs`: shapes that had not
+  run before.
   """
 
-  prefilled: int = 0
-  generated: int = 0
-  shared: int = 0
-  kept: int = 0
-  calls: int = 0
+  prefilled_tokens: int = 0
+  generated_tokens: int = 0
+  shared_tokens: int = 0
+  kept_tokens: int = 0
+  rounds: int = 0
   seat_steps: int = 0
   programs: int = 0
 
@@ -140,9 +141,9 @@ class Engine:
       self._met.clear()
       self._programs = sampler.programs(self.shape, self.dtype, self._allowed_vocab,
                                         self.shapes.tokens, mesh)
+      self._stops = jax.device_put(self._stops, NamedSharding(mesh, PartitionSpec()))
     # Placed once: arrays of the host would travel with every call.
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    self._how = jax.device_put((self._stops, key, how), everywhere)
+    self._how = jax.device_put((key, how), NamedSharding(mesh, PartitionSpec()))
     self._devices = mesh.shape["data"]
     if self._state is None:
       self._state = self._programs.new_rows(self._devices * self.shapes.rows, self.shapes.slots)
@@ -201,7 +202,7 @@ class Engine:
         if i.fresh:
           holders[at] = i.row
     lengths = [0 if i.fresh else self._rows[i.row].length for i in own]
-    self.counts.kept += sum(lengths)
+    self.counts.kept_tokens += sum(lengths)
     for call in slots.plan_prefill(own, lengths, self.shapes, self._devices):
       self._prefill(call)
     if shared:
@@ -210,7 +211,7 @@ class Engine:
       r = self._rows[i.row]
       if i.fresh:
         r.length, r.turns, r.prompt, r.seeds = 0, 0, prompts[i.row], i.seeds
-        self.counts.shared += len(i.ids) if i.row in shared else 0
+        self.counts.shared_tokens += len(i.ids) if i.row in shared else 0
       r.length, r.turns = r.length + len(i.ids), r.turns + 1
       r.limit, r.stop, r.writing, r.ids, r.logprobs = r.length + i.max_tokens, 0, True, [], []
     changed = {i.row for i in inserts}
@@ -234,7 +235,7 @@ class Engine:
     width = slots.at_least(self.shapes.widths, max(
         min(rows[i].limit, rows[i].length + self.shapes.tokens) for few in chosen for i in few))
     pieces = self._decode(chosen, seats, width)
-    self.counts.calls += 1
+    self.counts.rounds += 1
     self.counts.seat_steps += seats * int(pieces.steps_N.max()) * self._devices
     out = {}
     for device, seated in enumerate(self._seated):
@@ -244,7 +245,7 @@ class Engine:
         r.ids += ids
         r.logprobs += pieces.logprobs_BT[at, :n].tolist()
         r.length, r.stop, r.writing = r.length + n, int(pieces.stops_B[at]), bool(pieces.open_B[at])
-        self.counts.generated += n
+        self.counts.generated_tokens += n
         on_piece(row, ids)
         if not r.writing:
           out[row] = Written(tuple(r.ids), tuple(r.logprobs))
@@ -283,7 +284,7 @@ class Engine:
         ids_RC[r, :n] = insert.ids[part.begin : part.end]
         rows_R[r], counts_R[r] = insert.row - device * self.shapes.rows, n
         starts_R[r], prompt_R[r] = part.start, insert.fresh and part.end == len(insert.ids)
-        self.counts.prefilled += n
+        self.counts.prefilled_tokens += n
     inserts = sampler.Inserts(rows_R, ids_RC, counts_R, starts_R, prompt_R)
     self._state = self._programs.prefill(self._params, self._take_state(), inserts,
                                          width=call.width)
@@ -327,7 +328,7 @@ class Engine:
     self._state, self._desk, pieces = self._programs.decode(
         self._params, self._take_state(), desk,
         sampler.Seats(rows_B, lengths_B, limits_B, stops_B, seeds_BM, fetch_B, fetches_N),
-        *self._how, enough)
+        self._stops, *self._how, enough)
     self._desk_size = (seats, width)
     return jax.device_get(pieces)
 
