@@ -55,7 +55,7 @@ with tempfile.TemporaryDirectory() as scratch:
   jax.block_until_ready(jnp.zeros(8) + 1)  # jax's own memory comes first
   start = folders.resident("VmRSS")
   reference = phase("import", lambda: weights.load(source))
-  state = phase("begin", lambda: update.init_train_state(reference, optimizer))
+  state = phase("begin", lambda: update.starter(optimizer)(reference))
   batch, targets = common.example_batch(0, args.rows, args.length, args.length // 4,
                                         shape.vocab_size)
   scores = jax.jit(lambda params, batch: score(params, batch, False).logprobs_BL)

@@ -29,7 +29,7 @@ from searchr1_jax.model import shapes
 
 shape, params = common.random_model(args)
 _, optimizer, learner = common.grpo_learner(shape, args.chunk, args.remat, args.scan)
-state = update.init_train_state(params, optimizer)
+state = update.starter(optimizer)(params)
 
 
 def timed(seed: int) -> float:

@@ -20,7 +20,6 @@ from typing import Any, Sequence
 
 from absl import flags
 import jax
-import jax.numpy as jnp
 import ml_collections
 import numpy as np
 import rich.console
@@ -31,7 +30,7 @@ from searchr1_jax.algo import advantages, collate, schedules, update
 from searchr1_jax.model import sharding, value
 from searchr1_jax.rollout import draw, drive
 from searchr1_jax.run import (checkpoint, cli, data, disk, distributed, evaluation,
-                              metrics as measures, setup, writers)
+                              learning, metrics as measures, setup, writers)
 from searchr1_jax.types import Question, StopReason, Trajectory, UserError
 
 EVALUATION_DRAW = 2**31 - 1  # the "step" that addresses the randomness of sampled evaluations
@@ -72,31 +71,9 @@ class Trainer:
     data.questions_at(self.train_questions, c.seed, 0, c.data.questions)  # too many? say so now
     self.test_questions = (setup.load_questions(tuple(c.data.test), c.eval.questions)
                            if c.data.test else [])
-    self.needs_value = c.algo.name == "ppo"
-    score_policy, score_value = setup.scorers(c, self.model, self.mesh)
-    self.score_tokens = jax.jit(lambda params, b: score_policy(params, b, False).logprobs_BL)
-    self.score_values = jax.jit(score_value)
-    self.score_reference = self.score_tokens
-    if c.model.reference_memory != "device":
-      self.score_reference = jax.jit(lambda params, b: score_policy(
-          sharding.to_memory(self.mesh, params), b, False).logprobs_BL)
-    settings = setup.policy_settings(c)
-    with_entropy = settings.entropy_coef != 0
-
-    def policy_objective(params, batch, targets):
-      scores = score_policy(params, batch, with_entropy)
-      return update.policy_objective(scores, batch, targets, settings)
-
-    def value_objective(params, batch, targets):
-      return update.value_objective(score_value(params, batch), batch, targets, c.algo.value_clip)
-
-    self.optimizer = setup.optimizer(c)
-    where = dict(mesh=self.mesh, moments_memory=c.optimizer.moments_memory)
-    self.start = functools.partial(update.init_train_state, optimizer=self.optimizer, **where)
-    self.policy_learner = update.Learner(policy_objective, self.optimizer, **where)
-    self.value_learner = update.Learner(value_objective, self.optimizer, **where)
+    self.learning = learning.Learning(c, self.model.shape, self.model.tokenizer.size, self.mesh)
     self.base = self.model.load_params(self.mesh)
-    self.reference = setup.reference(c, self.base, self.mesh)
+    self.reference = self.learning.reference(self.base)
     # What a resumed run must find unchanged.
     self.fingerprints = {
         "search engine": self.search.fingerprint, "tokenizer": self.model.tokenizer.fingerprint,
@@ -106,13 +83,13 @@ class Trainer:
 
   def initial_state(self) -> RunState:
     """Step 0: the base model; a value model, where there is one, with the same backbone."""
-    c, start = self.config, self.start
+    c, start = self.config, self.learning.start
     warmup = {name: schedules.warmup_steps(share, c.steps) for name, share in (
         ("policy", c.optimizer.policy_warmup), ("value", c.optimizer.value_warmup))}
     host = {"cursor": 0, "kl_coef": float(c.algo.kl_coef), "bad_updates": 0, "skipped": 0,
             "warmup_steps": warmup, "fingerprints": self.fingerprints}
-    return RunState(start(self.base), start(value.from_policy(self.base)) if self.needs_value
-                    else None, host)
+    critic = start(value.from_policy(self.base)) if self.learning.needs_value else None
+    return RunState(start(self.base), critic, host)
 
   def step(self, state: RunState, step: int) -> tuple[RunState, dict, list]:
     """One training step: questions → rollout → score → advantages → update."""
@@ -132,7 +109,9 @@ class Trainer:
     clock.charge("host")
     minibatches = [[sharding.put_batch(self.mesh, b) for b in m] for m in plan.minibatches]
     plan = dataclasses.replace(plan, minibatches=tuple(map(tuple, minibatches)))
-    scored = [[self.score(state, b) for b in m] for m in plan.minibatches]
+    score = functools.partial(self.learning.score, state.policy.params,
+                              state.value and state.value.params, self.reference)
+    scored = [[score(b) for b in m] for m in plan.minibatches]
     jax.block_until_ready(scored)
     clock.charge("score")
     targets, about = self.targets(plan, scored, state.host["kl_coef"])
@@ -189,18 +168,10 @@ class Trainer:
     rows = np.flatnonzero(keep_B)
     return advantages_B[rows], rows
 
-  def score(self, state: RunState, batch) -> update.Scored:
-    """Log-probs and values of a batch's tokens before any update."""
-    old = self.score_tokens(state.policy.params, batch)
-    ref = old if self.reference is None else self.score_reference(self.reference, batch)
-    values = (self.score_values(state.value.params, batch) if state.value
-              else jnp.zeros_like(old))
-    return update.Scored(old, ref, values)
-
   def targets(self, plan, scored, kl_coef: float):
     """What the updates learn from."""
     a = self.config.algo
-    if self.needs_value:
+    if self.learning.needs_value:
       return update.ppo_targets(
           plan, scored, kl_coef=kl_coef if a.kl_in == "reward" else 0.0, gamma=a.gamma, lam=a.lam,
           kl_kind=a.kl_kind, compat=bool(a.compat))
@@ -213,10 +184,10 @@ class Trainer:
     for _ in range(self.config.algo.epochs):
       for batches, goals in zip(plan.minibatches, targets, strict=True):
         if value_state:
-          value_state, learned = self.value_learner.learn(value_state, batches, goals, value_rate)
+          value_state, learned = self.learning.value_learner.learn(value_state, batches, goals, value_rate)
           found = update.add_metrics(found, {f"value/{k}": v for k, v in learned.items()})
         if step >= self.config.algo.value_only_steps:
-          policy, learned = self.policy_learner.learn(policy, batches, goals, policy_rate)
+          policy, learned = self.learning.policy_learner.learn(policy, batches, goals, policy_rate)
           found = update.add_metrics(found, {f"policy/{k}": v for k, v in learned.items()})
     found["policy/lr"] = policy_rate
     return dataclasses.replace(state, policy=policy, value=value_state), found

@@ -47,6 +47,7 @@ FLOORS = {
     "searchr1_jax.run.distributed": 5.1, "searchr1_jax.run.checkpoint": 5.2,
     "searchr1_jax.run.cli": 5.2, "searchr1_jax.run.evaluation": 5.2,
     "searchr1_jax.run.metrics": 5.2, "searchr1_jax.run.setup": 5.3, "searchr1_jax.run.load": 5.4,
+    "searchr1_jax.run.learning": 5.4,
 
     "searchr1_jax.train": 6, "searchr1_jax.evaluate": 6, "searchr1_jax.ask": 6,
     "searchr1_jax.sft": 6, "searchr1_jax.make_world": 6, "searchr1_jax.export": 6,

@@ -36,9 +36,10 @@ def test_shapes_come_from_the_closed_list(tmp_path, monkeypatch, compilations, a
   trainer = train.Trainer(config, tmp_path)
   state, programs = trainer.initial_state(), 0
   batches = set()
-  score = trainer.score
-  monkeypatch.setattr(trainer, "score", lambda state, batch: (
-      batches.add((*batch.inputs_BL.shape, batch.kept_BP.shape[1])), score(state, batch))[1])
+  score = trainer.learning.score
+  monkeypatch.setattr(trainer.learning, "score", lambda *models_and_batch: (
+      batches.add((*models_and_batch[-1].inputs_BL.shape,
+                   models_and_batch[-1].kept_BP.shape[1])), score(*models_and_batch))[1])
   for step in range(2):
     state, found, _ = trainer.step(state, step)
     programs += found["speed/compilations"]
@@ -51,10 +52,11 @@ def test_shapes_come_from_the_closed_list(tmp_path, monkeypatch, compilations, a
 
   engine, closed = trainer.model.engine.shapes, len(trainer.shapes.all())
   assert batches <= set(trainer.shapes.all())
-  assert trainer.score_tokens._cache_size() <= closed
-  learners = [trainer.policy_learner] + ([trainer.value_learner] if state.value else [])
+  assert trainer.learning.score_tokens._cache_size() <= closed
+  learn = trainer.learning
+  learners = [learn.policy_learner] + ([learn.value_learner] if state.value else [])
   for learner in learners:
     # A shape may be a mini-batch by itself, which adds to nothing, or one of several.
-    assert learner._gradient._cache_size() <= 2 * closed
-    assert learner._apply._cache_size() == 1
+    assert learner.gradient._cache_size() <= 2 * closed
+    assert learner.apply._cache_size() == 1
   assert 3 <= programs <= engine.programs()

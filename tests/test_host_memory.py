@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 
 import jax
+
+import tiny_models
 import tiny_runs
 
 from searchr1_jax import train
 from searchr1_jax.model import sharding
-from searchr1_jax.run import setup
+from searchr1_jax.run import learning
 
 PINNED = dict(model__reference_memory="pinned_host", optimizer__moments_memory="pinned_host")
 
@@ -40,10 +42,11 @@ def test_they_are_where_the_config_says(tmp_path):
 
 def test_the_reference_has_the_dtype_that_it_is_computed_in(tmp_path):
   c = tiny_runs.config(tiny_runs.world(tmp_path), "grpo")
-  mesh = sharding.make_mesh(1, 1, 1)
   base = {"embed": jax.numpy.ones((4, 2))}
-  assert setup.reference(c, base, mesh) is base  # no copy where none is needed
+  reference = lambda: learning.Learning(c, tiny_models.random_shape("qwen3", 1), 100,
+                                        sharding.make_mesh(1, 1, 1)).reference(base)
+  assert reference() is base  # no copy where none is needed
   c.model.dtype = "bfloat16"
-  assert setup.reference(c, base, mesh)["embed"].dtype == jax.numpy.bfloat16
+  assert reference()["embed"].dtype == jax.numpy.bfloat16
   c.algo.kl_coef = 0.0
-  assert setup.reference(c, base, mesh) is None
+  assert reference() is None

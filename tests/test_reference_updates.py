@@ -104,9 +104,9 @@ def run_updates(case, rows: Rows, objective, targets, policy_BL, value_BL):
   rate, rule = optimizer_of(case)
   learner = update.Learner(objective, rule)
   measure = jax.jit(objective)
-  state = update.init_train_state(
+  state = update.starter(rule)(
       jax.tree.map(lambda x: jnp.asarray(f32(x)), dict(case["initial_params"]),
-                   is_leaf=lambda x: isinstance(x, list)), rule)
+                   is_leaf=lambda x: isinstance(x, list)))
   found, norms = [], []
   for start in range(0, len(rows.ids_BL), mini):
     parts = [slice(at, at + micro) for at in range(start, start + mini, micro)]

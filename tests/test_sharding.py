@@ -94,13 +94,13 @@ def gradients(learner, mesh, aggregation, lengths, rows):
   (batches,) = toys.plan(everyone, lengths=lengths, tokens=rows * 16, aggregation=aggregation,
                          multiple=8).minibatches
   models = on(mesh, (policy, critic))
-  sums = None if len(batches) == 1 else learner._zeros(models)
+  sums = None if len(batches) == 1 else learner.zeros(models)
   for b in batches:
     near_BL = np.where(b.policy_mask_BL > 0, b.sampler_logprobs_BL - 2.5, 0).astype(np.float32)
     goals = Targets(near_BL, near_BL - 0.1, b.advantage_B[:, None] * b.policy_mask_BL,
                     near_BL * 0.1, near_BL * 0.2 + 1)
     b, goals = sharding.put_batch(mesh, (b, goals))
-    sums, _ = learner._gradient(models, sums, b, goals)
+    sums, _ = learner.gradient(models, sums, b, goals)
   return sums, len(batches)
 
 for shape in ((1, 1, 1), (2, 2, 2)):
@@ -130,7 +130,7 @@ rule = update.make_optimizer(b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.0, clip_n
 for family in ({}, dict(tied_embeddings=True), dict(qkv_bias=False, qk_norm=True, family="qwen3")):
   params = decoder.init_params(dataclasses.replace(toys.SHAPE, **family), jax.random.key(0))
   for tree in (params, value.from_policy(params)):
-    state = update.init_train_state(tree, rule, mesh)
+    state = update.starter(rule, mesh)(tree)
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
       name = jax.tree_util.keystr(path)
       whole = leaf.sharding.is_fully_replicated
@@ -143,7 +143,7 @@ goals = Targets(flat_BL, flat_BL, batch.advantage_B[:, None] * batch.policy_mask
 batch, goals = sharding.put_batch(mesh, (batch, goals))
 ends = []
 for memory in sharding.MEMORIES:
-  state = update.init_train_state(on(mesh, policy), rule, mesh, memory)
+  state = update.starter(rule, mesh, memory)(on(mesh, policy))
   learner = update.Learner(parts(mesh)[0], rule, mesh, memory)
   for _ in range(2):
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state) if x.ndim}
@@ -154,7 +154,7 @@ for memory in sharding.MEMORIES:
   for moment in (x for x in jax.tree.leaves(state.opt_state) if x.ndim):
     assert float(jnp.abs(jax.device_put(moment, jax.devices()[0])).max()) > 0
   ends.append(jax.tree.map(np.asarray, state))
-  assert learner._apply._cache_size() == 1
+  assert learner.apply._cache_size() == 1
 jax.tree.map(np.testing.assert_array_equal, *ends)
 
 # The reference there: scored through a copy on the devices, bit for bit.

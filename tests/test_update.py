@@ -200,7 +200,7 @@ def rules(**changes):
 
 def learner(**changes):
   learn, rule = rules(**changes)
-  return learn, update.init_train_state(toy_models()[0], rule)
+  return learn, update.starter(rule)(toy_models()[0])
 
 
 def bits(state):

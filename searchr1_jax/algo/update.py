@@ -160,10 +160,9 @@ def make_optimizer(*, b1: float, b2: float, eps: float, weight_decay: float,
   return optax.chain(*parts)
 
 
-def init_train_state(params: Any, optimizer: optax.GradientTransformation,
-                     mesh: jax.sharding.Mesh | None = None,
-                     moments_memory: str = "device") -> TrainState:
-  """A state at step 0, its parameters copied, since updates donate them."""
+def starter(optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh | None = None,
+            moments_memory: str = "device") -> Callable[[Any], TrainState]:
+  """The jitted function from parameters to a state at step 0: a copy, since updates donate it."""
   @jax.jit
   def start(params):
     with jax.numpy_dtype_promotion("standard"):
@@ -173,7 +172,7 @@ def init_train_state(params: Any, optimizer: optax.GradientTransformation,
     return dataclasses.replace(
         state, opt_state=sharding.to_memory(mesh, state.opt_state, moments_memory))
 
-  return start(params)
+  return start
 
 
 class Learner:
@@ -187,9 +186,9 @@ class Learner:
                moments_memory: str = "device"):
     place = functools.partial(sharding.constrain, mesh)
     move = functools.partial(sharding.to_memory, mesh)
-    self._gradient = jax.jit(
+    self.gradient = jax.jit(
         functools.partial(_add_gradient, objective, place), donate_argnums=1)
-    self._zeros = jax.jit(lambda params: place(jax.tree.map(jnp.zeros_like, params)))
+    self.zeros = jax.jit(lambda params: place(jax.tree.map(jnp.zeros_like, params)))
     apply = functools.partial(_apply, optimizer, place)
 
     def apply_moved(state, grads, learning_rate):
@@ -198,17 +197,17 @@ class Learner:
       return dataclasses.replace(state, opt_state=move(state.opt_state, moments_memory)), norm
 
     moved = moments_memory != "device"
-    self._apply = jax.jit(apply_moved if moved else apply, donate_argnums=0)
+    self.apply = jax.jit(apply_moved if moved else apply, donate_argnums=0)
 
   def learn(self, state: TrainState, batches: Sequence[TokenBatch], targets: Sequence[Targets],
             learning_rate: float) -> tuple[TrainState, Metrics]:
     """One optimizer step on a mini-batch, its batches' gradients added up."""
     # A batch alone needs no sum to be added to: one gradient less in memory.
-    grads, metrics = None if len(batches) == 1 else self._zeros(state.params), {}
+    grads, metrics = None if len(batches) == 1 else self.zeros(state.params), {}
     for batch, target in zip(batches, targets, strict=True):
-      grads, more = self._gradient(state.params, grads, batch, target)
+      grads, more = self.gradient(state.params, grads, batch, target)
       metrics = add_metrics(metrics, more)
-    state, norm = self._apply(state, grads, jnp.float32(learning_rate))
+    state, norm = self.apply(state, grads, jnp.float32(learning_rate))
     return state, {**metrics, "grad_norm": Mean(norm, jnp.ones_like(norm))}
 
 

@@ -246,8 +246,8 @@ class Decoder(nn.Module):
   """Ids to final hidden states, and hidden states to logits.
 
   `stacked`: parameters of the layers in one leading axis, run by a scan (whole rows only);
-  otherwise layer by layer, with or without a cache. `attention_kernel`: of whole rows; by the
-  device this runs on if None. `mesh`: where rows are spread, if they are.
+  otherwise layer by layer, with or without a cache. `mesh`: where rows are spread, if they are.
+  `attention_kernel`: of whole rows; by the mesh's devices, or this process's, if None.
   """
 
   shape: DecoderShape
@@ -260,8 +260,9 @@ class Decoder(nn.Module):
   def setup(self):
     s = self.shape
     self.embed = self.param("embed", _init(("vocab", "width")), (s.vocab_size, s.width), jnp.float32)
+    platform = self.mesh.devices.flat[0].platform if self.mesh else jax.default_backend()
     block, kernel = Block, self.attention_kernel or attention.choose_kernel(
-        jax.default_backend(), self.dtype, s, self.mesh.shape["tensor"] if self.mesh else 1)
+        platform, self.dtype, s, self.mesh.shape["tensor"] if self.mesh else 1)
     if self.remat != "none":
       block = nn.remat(Block, policy=REMAT_POLICIES[self.remat], prevent_cse=not self.stacked)
     if self.stacked:

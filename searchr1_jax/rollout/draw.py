@@ -101,4 +101,5 @@ def _least_kept(weights_BV: Float[Array, "B V"], how: Sampling) -> Float[Array, 
     enough_B = (mass_kept_B >= mass_B) | (count_kept_B >= count)
     return jnp.where(enough_B & (count_kept_B > 0), tried_B, least_B)
 
-  return as_float(lax.fori_loop(0, 31, narrow, jnp.zeros(weights_BV.shape[:1], jnp.int32)))
+  with jax.named_scope("cut"):
+    return as_float(lax.fori_loop(0, 31, narrow, jnp.zeros(weights_BV.shape[:1], jnp.int32)))

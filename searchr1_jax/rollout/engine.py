@@ -137,7 +137,7 @@ class Engine:
     self.end()  # a rollout that an error cut short may have left its parameters here
     mesh, self._params = lay_out_here(params, self.dtype)
     if mesh != self._mesh:
-      self._mesh, self._state = mesh, None
+      self._mesh = mesh
       self._met.clear()
       self._programs = sampler.programs(self.shape, self.dtype, self._allowed_vocab,
                                         self.shapes.tokens, mesh)
@@ -145,15 +145,14 @@ class Engine:
     # Placed once: arrays of the host would travel with every call.
     self._how = jax.device_put((key, how), NamedSharding(mesh, PartitionSpec()))
     self._devices = mesh.shape["data"]
-    if self._state is None:
-      self._state = self._programs.new_rows(self._devices * self.shapes.rows, self.shapes.slots)
+    self._state = self._programs.new_rows(self._devices * self.shapes.rows, self.shapes.slots)
     self._rows = [_Row() for _ in range(self._devices * self.shapes.rows)]
     self._prompts, self._admitted, self.counts = {}, 0, Counts()
     self._clear_desk()
 
   def end(self) -> None:
-    """Drops the laid-out parameters and the desk; the cache stays for the next rollout."""
-    self._params = None
+    """Drops parameters, cache and desk: an update needs the memory, and zeros cost nothing."""
+    self._params = self._state = None
     self._clear_desk()
 
   def admit(self, prompt_ids: Sequence[int]) -> int | None:

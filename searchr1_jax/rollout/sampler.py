@@ -5,6 +5,8 @@ and `hidden_BD` is the state that predicts its next token; so an insertion prefi
 tokens and nothing again. Temperature, limits, stops and lengths are device values: only the
 shapes of arrays compile. The functions see the rows of one device; `programs` puts them on a mesh.
 
+The loops have names (`fetch`, `write`, `keep`, `share`), by which a count of costs knows them.
+
 Rows are decoded on a desk: a few seats, each with room for as many tokens as the longest row in
 hand needs. So rows that wait for a search cost nothing, and attention costs what lengths ask for.
 """
@@ -150,7 +152,8 @@ def share_rows(state: RowState, shares: Shares, *, width: int) -> RowState:
     return RowState(_copy(state.cache, source, state.cache, target, 0, width),
                     put(state.hidden_BD), put(state.prompt_BD))
 
-  return lax.fori_loop(0, shares.count_N[0], one, state)
+  with jax.named_scope("share"):
+    return lax.fori_loop(0, shares.count_N[0], one, state)
 
 
 def decode_rows(params: decoder.Params, state: RowState, desk: decoder.Cache, seats: Seats,
@@ -170,7 +173,8 @@ def decode_rows(params: decoder.Params, state: RowState, desk: decoder.Cache, se
     seat = seats.fetch_B[i]
     return _copy(state.cache, seats.rows_B[seat], desk, seat, 0, width)
 
-  desk = lax.fori_loop(0, seats.fetches_N[0], fetch, desk)
+  with jax.named_scope("fetch"):
+    desk = lax.fori_loop(0, seats.fetches_N[0], fetch, desk)
   taken_B = seats.rows_B < rows
   row_keys = jax.vmap(lambda s: jax.random.fold_in(jax.random.fold_in(key, s[0]), s[1]))(
       seats.seeds_BM)
@@ -207,13 +211,15 @@ def decode_rows(params: decoder.Params, state: RowState, desk: decoder.Cache, se
     return lax.pmax(more.astype(jnp.int32), "data") > 0 if in_step else more
 
   hidden_BD = jnp.take(state.hidden_BD, seats.rows_B, axis=0, mode="clip")
-  turn = lax.while_loop(going, write, Turn(desk, hidden_BD, written))
+  with jax.named_scope("write"):
+    turn = lax.while_loop(going, write, Turn(desk, hidden_BD, written))
 
   def keep(seat, cache):  # what was written, and slots around it that hold the same or nothing
     start = jnp.minimum(seats.lengths_B[seat], width - tokens)
     return _copy(turn.desk, seat, cache, seats.rows_B[seat], start, tokens)
 
-  cache = lax.fori_loop(0, jnp.sum(taken_B), keep, state.cache)
+  with jax.named_scope("keep"):
+    cache = lax.fori_loop(0, jnp.sum(taken_B), keep, state.cache)
   hidden_BD = state.hidden_BD.at[seats.rows_B].set(turn.hidden_BD, mode="drop")
   return dataclasses.replace(state, cache=cache, hidden_BD=hidden_BD), turn.desk, turn.written
 

@@ -25,8 +25,7 @@ def load_trained(c: ml_collections.ConfigDict, workdir: pathlib.Path,
   saves = checkpoint.CheckpointReader(workdir / "checkpoints")
   if not saves.steps():
     raise UserError(f"{workdir} has no checkpoint yet; train further, or give --checkpoint=base")
-  abstract = lambda p: jax.eval_shape(
-      lambda p: update.init_train_state(p, setup.optimizer(c)), p)
+  abstract = lambda p: jax.eval_shape(update.starter(setup.optimizer(c)), p)
   base = weights.abstract_params(policy.shape)
   wanted = {"arrays": {"policy": abstract(base)}}
   if c.algo.name == "ppo":

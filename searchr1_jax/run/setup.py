@@ -251,30 +251,6 @@ def load_questions(specs: tuple[str, ...], limit: int = 0) -> list[Question]:
   return [questions[i * len(questions) // limit] for i in range(limit)]
 
 
-def scorers(c: ml_collections.ConfigDict, policy: Policy, mesh_: jax.sharding.Mesh
-            ) -> tuple[update.ScorePolicy, update.ScoreValue]:
-  """The functions that score tokens with the policy's (and reference's) and value's parameters."""
-  return update.decoder_scores(
-      policy.shape, allowed_vocab=policy.tokenizer.size, chunk=c.model.logits_tokens,
-      temperature=c.rollout.temperature,
-      dtype=jnp.dtype(c.model.dtype), remat=c.model.remat, scan=c.model.scan_layers, mesh=mesh_)
-
-
-def reference(c: ml_collections.ConfigDict, base: decoder.Params,
-              mesh_: jax.sharding.Mesh) -> decoder.Params | None:
-  """What the KL is measured from: the base in the dtype that it's computed in, where there is a KL.
-
-  The base itself, and no copy of it, where nothing has to change.
-  """
-  dtype, memory = jnp.dtype(c.model.dtype), c.model.reference_memory
-  if not c.algo.kl_coef:
-    return None
-  if (dtype, memory) == (jnp.float32, "device"):
-    return base
-  cast = lambda params: jax.tree.map(lambda x: x.astype(dtype), params)
-  return jax.jit(lambda params: sharding.to_memory(mesh_, cast(params), memory))(base)
-
-
 def policy_settings(c: ml_collections.ConfigDict) -> update.PolicySettings:
   """The policy's loss, as the config wants it."""
   a = c.algo
