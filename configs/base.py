@@ -18,6 +18,8 @@ def get_config() -> ml_collections.ConfigDict:
   # May be raised when a run is resumed; its warm-up stays as long as its first `steps` made it.
   c.steps = 500               # training steps: rollout batches
 
+  c.machine = ""              # what it is made for: a target of `searchr1_jax.plan`
+
   c.model = dict(
       path="",                # Hugging Face folder or hub id of the policy
       dtype="float32",        # of activations when training: bfloat16 on accelerators, float32 on CPU

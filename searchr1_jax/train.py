@@ -320,7 +320,7 @@ def _refuse_other_run(config: ml_collections.ConfigDict, workdir: pathlib.Path) 
   """A workdir belongs to one run: only its length, records, devices and memory may change."""
   if not (workdir / cli.CONFIG_FILE).is_file():
     return
-  free = {"steps", "eval", "checkpoint", "log", "limits", "mesh", "model.remat",
+  free = {"steps", "machine", "eval", "checkpoint", "log", "limits", "mesh", "model.remat",
           "model.reference_memory", "model.logits_tokens", "model.scan_layers",
           "optimizer.moments_memory"}
   differ = [f"{key} {change}" for key, change in

@@ -49,6 +49,10 @@ FLOORS = {
     "searchr1_jax.run.metrics": 5.2, "searchr1_jax.run.setup": 5.3, "searchr1_jax.run.load": 5.4,
     "searchr1_jax.run.learning": 5.4,
 
+    "searchr1_jax.planning.hlo": 1, "searchr1_jax.planning.flops": 1,
+    "searchr1_jax.planning.targets": 2, "searchr1_jax.planning.programs": 5.5,
+    "searchr1_jax.planning.costs": 5.6, "searchr1_jax.planning.whole": 5.7,
+
     "searchr1_jax.train": 6, "searchr1_jax.evaluate": 6, "searchr1_jax.ask": 6,
     "searchr1_jax.sft": 6, "searchr1_jax.make_world": 6, "searchr1_jax.export": 6,
     "searchr1_jax.plan": 6,

@@ -96,7 +96,7 @@ def decoder_scores(shape: DecoderShape, *, allowed_vocab: int, temperature: floa
     targets_BP = decoder.take_positions(batch.targets_BL, batch.kept_BP)
     logprobs_BP, entropy_BP = logprobs.target_logprobs(
         params, hidden(params, batch), targets_BP, allowed_vocab=allowed_vocab,
-        temperature=temperature, chunk=chunk, with_entropy=with_entropy)
+        temperature=temperature, chunk=chunk, with_entropy=with_entropy, mesh=mesh)
     return Scores(spread(logprobs_BP, batch), spread(entropy_BP, batch) if with_entropy else None)
 
   def score_value(params, batch: TokenBatch) -> Float[Array, "B L"]:
@@ -236,7 +236,7 @@ def _apply(optimizer, place, state: TrainState, grads,
 
 
 @functools.partial(jax.jit, static_argnames=("kl_kind", "compat"))
-def _estimate(old_logprobs_BL, ref_logprobs_BL, values_BL, batch: TokenBatch, kl_coef, gamma, lam,
+def estimate(old_logprobs_BL, ref_logprobs_BL, values_BL, batch: TokenBatch, kl_coef, gamma, lam,
               *, kl_kind: str, compat: bool):
   """One batch's advantages (not whitened), returns and the KL that its rewards were charged."""
   mask_BL = batch.policy_mask_BL
@@ -262,7 +262,7 @@ def ppo_targets(plan: UpdatePlan, scored: Sequence[Sequence[Scored]], *, kl_coef
   """GAE over each trajectory's policy tokens, advantages whitened over the whole rollout batch."""
   batches = [b for m in plan.minibatches for b in m]
   flat = [s for m in scored for s in m]
-  found = [_estimate(s.old_logprobs_BL, s.ref_logprobs_BL, s.values_BL, b, jnp.float32(kl_coef),
+  found = [estimate(s.old_logprobs_BL, s.ref_logprobs_BL, s.values_BL, b, jnp.float32(kl_coef),
                      jnp.float32(gamma), jnp.float32(lam), kl_kind=kl_kind, compat=compat)
            for b, s in zip(batches, flat, strict=True)]
   masks = [b.response_mask_BL if compat else b.policy_mask_BL for b in batches]
@@ -282,7 +282,7 @@ def group_targets(plan: UpdatePlan, scored: Sequence[Sequence[Scored]], *,
   flat = [s for m in scored for s in m]
   targets, metrics = [], {}
   for b, s in zip(batches, flat, strict=True):
-    advantages_BL, kl = _spread(b, s.old_logprobs_BL, s.ref_logprobs_BL, kl_kind=kl_kind)
+    advantages_BL, kl = spread_advantages(b, s.old_logprobs_BL, s.ref_logprobs_BL, kl_kind=kl_kind)
     targets.append(Targets(s.old_logprobs_BL, s.ref_logprobs_BL, advantages_BL, s.values_BL,
                            s.values_BL))
     metrics = add_metrics(metrics, {"kl_ref": kl})
@@ -290,7 +290,7 @@ def group_targets(plan: UpdatePlan, scored: Sequence[Sequence[Scored]], *,
 
 
 @functools.partial(jax.jit, static_argnames="kl_kind")
-def _spread(batch: TokenBatch, old_logprobs_BL, ref_logprobs_BL, *, kl_kind: str):
+def spread_advantages(batch: TokenBatch, old_logprobs_BL, ref_logprobs_BL, *, kl_kind: str):
   kl_BL = losses.kl_estimate(old_logprobs_BL, ref_logprobs_BL, batch.policy_mask_BL, kl_kind)
   return (batch.advantage_B[:, None] * batch.policy_mask_BL,
           losses.masked_mean(kl_BL, batch.policy_mask_BL))

@@ -133,6 +133,7 @@ class Attention(nn.Module):
   shape: DecoderShape
   dtype: Any
   kernel: str
+  platform: str
 
   @nn.compact
   def __call__(self, x_BLD, place: Place, cache: LayerCache | None, kept_BP):
@@ -155,10 +156,12 @@ class Attention(nn.Module):
       q_BLHE = RMSNorm(s.norm_eps, "head", name="q_norm")(q_BLHE)
     q_BLHE = attention.rotate(q_BLHE, turn)
     if cache is not None:
-      cache = _write(cache, k_BLKE, v_BLKE, place)
+      chunk = k_BLKE.shape[1] > 1
+      write = _write_by_row if chunk and self.platform == "tpu" else _write
+      cache = write(cache, k_BLKE, _finite(v_BLKE), place)
       at_BL = (place.positions_BL if kept_BP is None else
                take_positions(place.positions_BL, kept_BP))
-      out_BLHE = attention.cached_attention(q_BLHE, *_read(cache, place), at_BL)
+      out_BLHE = attention.cached_attention(q_BLHE, *_read(cache, place), at_BL, self.kernel)
     elif kept_BP is not None:
       out_BLHE = attention.attention_at(q_BLHE, attention.by_head(k_BLKE),
                                         attention.by_head(v_BLKE), kept_BP)
@@ -178,19 +181,49 @@ def take_positions(tree: Any, kept_BP: Int[Array, "B P"]) -> Any:
   return jax.tree.map(take, tree)
 
 
-def _write(cache: LayerCache, k_BLKE, v_BLKE, place: Place) -> LayerCache:
-  """Each new key and value goes to the slot of its position; what lies beyond the cache is dropped.
+def _finite(v_BLKE):
+  """A value that overflowed is kept as 0: slots outlive their episode, and one that nobody may see
+  still enters the mixture, at weight 0. Its own episode knows by the stream that it overflowed."""
+  return jnp.where(jnp.isfinite(v_BLKE), v_BLKE, jnp.zeros_like(v_BLKE))
 
-  A value that overflowed is written as 0: slots outlive their episode, and one that nobody may see
-  still enters the mixture, at weight 0. Its own episode knows by the stream that it overflowed.
-  """
-  v_BLKE = jnp.where(jnp.isfinite(v_BLKE), v_BLKE, jnp.zeros_like(v_BLKE))
+
+def _write(cache: LayerCache, k_BLKE, v_BLKE, place: Place) -> LayerCache:
+  """Each new key and value goes to the slot of its position; what lies beyond the cache is dropped."""
   rows_B1 = (jnp.arange(k_BLKE.shape[0]) if place.rows_B is None else place.rows_B)[:, None]
   k = cache.k_BKES.at[rows_B1, :, :, place.positions_BL].set(
       k_BLKE.astype(cache.k_BKES.dtype), mode="drop")
   v = cache.v_BKSE.at[rows_B1, :, place.positions_BL].set(
       v_BLKE.astype(cache.v_BKSE.dtype), mode="drop")
   return LayerCache(k, v)
+
+
+def _write_by_row(cache: LayerCache, k_BLKE, v_BLKE, place: Place) -> LayerCache:
+  """`_write` of positions that follow each other, one row after another.
+
+  For chunks on TPUs, where XLA turns the whole cache round before and after a scatter: it copies
+  it twice. A row's window of slots is read, and written again with what is new in it.
+  """
+  rows, slots, length = cache.v_BKSE.shape[0], cache.v_BKSE.shape[2], v_BLKE.shape[1]
+  size = min(length, slots)
+  rows_B = jnp.arange(v_BLKE.shape[0]) if place.rows_B is None else place.rows_B
+  first_B = jnp.minimum(place.positions_BL[:, 0], slots - size)
+
+  def one(b, cache: LayerCache) -> LayerCache:
+    slot_M = first_B[b] + jnp.arange(size)
+    at_M = jnp.clip(slot_M - place.positions_BL[b, 0], 0, length - 1)
+    new_M = (jnp.take(place.positions_BL[b], at_M) == slot_M) & (rows_B[b] < rows)
+
+    def put(old, x_BLKE, slots_axis):
+      start = tuple(first_B[b] if i == slots_axis else 0 if i else rows_B[b] for i in range(4))
+      shape = tuple(size if i == slots_axis else n if i else 1 for i, n in enumerate(old.shape))
+      new = jnp.moveaxis(jnp.take(x_BLKE[b], at_M, axis=0), 0, slots_axis - 1)[None]
+      is_new = new_M.reshape([size if i == slots_axis else 1 for i in range(4)])
+      window = jnp.where(is_new, new.astype(old.dtype), jax.lax.dynamic_slice(old, start, shape))
+      return jax.lax.dynamic_update_slice(old, window, start)
+
+    return LayerCache(put(cache.k_BKES, k_BLKE, 3), put(cache.v_BKSE, v_BLKE, 2))
+
+  return jax.lax.fori_loop(0, v_BLKE.shape[0], one, cache)
 
 
 def _read(cache: LayerCache, place: Place) -> tuple[Array, Array]:
@@ -229,13 +262,15 @@ class Block(nn.Module):
   shape: DecoderShape
   dtype: Any
   kernel: str
+  platform: str
   mesh: Mesh | None
 
   @nn.compact
   def __call__(self, x_BLD, place: Place, cache: LayerCache | None = None, kept_BP=None):
     eps = self.shape.norm_eps
     x_BLD = sharding.spread_rows(self.mesh, x_BLD)
-    mixed, cache = Attention(self.shape, self.dtype, self.kernel, name="attention")(
+    mixed, cache = Attention(
+        self.shape, self.dtype, self.kernel, self.platform, name="attention")(
         RMSNorm(eps, name="attention_norm")(x_BLD), place, cache, kept_BP)
     x_BLD = (x_BLD if kept_BP is None else take_positions(x_BLD, kept_BP)) + mixed
     x_BLD = x_BLD + MLP(self.shape, self.dtype, name="mlp")(RMSNorm(eps, name="mlp_norm")(x_BLD))
@@ -247,7 +282,8 @@ class Decoder(nn.Module):
 
   `stacked`: parameters of the layers in one leading axis, run by a scan (whole rows only);
   otherwise layer by layer, with or without a cache. `mesh`: where rows are spread, if they are.
-  `attention_kernel`: of whole rows; by the mesh's devices, or this process's, if None.
+  `platform`: what it is compiled for; the mesh's, or this process's, if None. `attention_kernel`:
+  chosen for the platform if None.
   """
 
   shape: DecoderShape
@@ -256,11 +292,13 @@ class Decoder(nn.Module):
   remat: str = "none"
   attention_kernel: str | None = None
   mesh: Mesh | None = None
+  platform: str | None = None
 
   def setup(self):
     s = self.shape
     self.embed = self.param("embed", _init(("vocab", "width")), (s.vocab_size, s.width), jnp.float32)
-    platform = self.mesh.devices.flat[0].platform if self.mesh else jax.default_backend()
+    platform = self.platform or (
+        self.mesh.devices.flat[0].platform if self.mesh else jax.default_backend())
     block, kernel = Block, self.attention_kernel or attention.choose_kernel(
         platform, self.dtype, s, self.mesh.shape["tensor"] if self.mesh else 1)
     if self.remat != "none":
@@ -269,9 +307,9 @@ class Decoder(nn.Module):
       scanned = nn.scan(
           block, variable_axes={"params": 0}, split_rngs={"params": True}, length=s.layers,
           in_axes=nn.broadcast, metadata_params={nn.PARTITION_NAME: "layers"})
-      self.layers = scanned(s, self.dtype, kernel, self.mesh)
+      self.layers = scanned(s, self.dtype, kernel, platform, self.mesh)
     else:
-      self.layers = [block(s, self.dtype, kernel, self.mesh) for _ in range(s.layers)]
+      self.layers = [block(s, self.dtype, kernel, platform, self.mesh) for _ in range(s.layers)]
     self.norm = RMSNorm(s.norm_eps)
     if not s.tied_embeddings:
       self.head = self.param("head", _init(("width", "vocab")), (s.width, s.vocab_size), jnp.float32)

@@ -48,15 +48,21 @@ _AXES: Mapping[tuple[str, ...], tuple[str, ...]] = {
 }
 
 
-def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
-  """A mesh of the first data · fsdp · tensor devices; of all of them, where processes share it."""
+def make_mesh(data: int, fsdp: int, tensor: int,
+              devices: Sequence[jax.Device] | None = None) -> Mesh:
+  """A mesh of the first data · fsdp · tensor devices; of all of them, where processes share it.
+
+  `devices`: this run's own if None.
+  """
   sizes = dict(zip(MESH_AXES, (data, fsdp, tensor)))
-  wanted, there, processes = data * fsdp * tensor, len(jax.devices()), jax.process_count()
+  devices = jax.devices() if devices is None else devices
+  wanted, there = data * fsdp * tensor, len(devices)
+  processes = len({d.process_index for d in devices})
   if min(sizes.values()) < 1 or wanted > there or processes > 1 and wanted < there:
     among = f" in {processes} processes, and all must be used" if processes > 1 else ""
     raise UserError(f"mesh {sizes} needs {wanted} devices, there are {there}{among}; change "
                     "--config.mesh.data, .fsdp or .tensor")
-  return Mesh(np.array(jax.devices()[:wanted]).reshape(data, fsdp, tensor), MESH_AXES)
+  return Mesh(np.array(devices[:wanted]).reshape(data, fsdp, tensor), MESH_AXES)
 
 
 def parameter_shardings(mesh: Mesh, params: Any, memory: str = "device",
@@ -85,7 +91,7 @@ def put_batch(mesh: Mesh, batch: Any) -> Any:
 
   Every process has the whole batch on its host and takes the rows of its own devices.
   """
-  sharding = _rows(mesh)
+  sharding = rows(mesh)
   return jax.tree.map(
       lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), batch)
 
@@ -103,7 +109,21 @@ def spread_rows(mesh: Mesh | None, x: jax.Array) -> jax.Array:
   Without this the compiler may gather all rows on every device to save the gathering of a sharded
   kernel.
   """
-  return x if mesh is None else jax.lax.with_sharding_constraint(x, _rows(mesh))
+  return x if mesh is None else jax.lax.with_sharding_constraint(x, rows(mesh))
+
+
+def row_shards(mesh: Mesh | None) -> int:
+  """Parts that rows are cut into."""
+  return 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def spread_sums(mesh: Mesh | None, x: jax.Array) -> jax.Array:
+  """Inside a jitted function: sums over the rows of each of `row_shards`, each where its rows are."""
+  if mesh is None:
+    return x
+  first = rows(mesh).spec[:1] or (None,)
+  spec = (*first, *(PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1))
+  return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def to_memory(mesh: Mesh | None, params: Any, memory: str = "device") -> Any:
@@ -123,14 +143,16 @@ def rollout_mesh(mesh: Mesh) -> Mesh:
   return Mesh(np.array(mine).reshape(-1, 1, tensor), MESH_AXES)
 
 
-def gather_for_rollout(mesh: Mesh, params: Any) -> Any:
+def gather(mesh: Mesh | None, params: Any) -> Any:
   """Inside a jitted function: parameters whole on every device, but for what `tensor` splits."""
+  if mesh is None:
+    return params
   return jax.lax.with_sharding_constraint(
       params, parameter_shardings(mesh, params, axes=("tensor",)))
 
 
 def on_rollout_mesh(here: Mesh, gathered: Any) -> Any:
-  """What `gather_for_rollout` gave, as arrays of this process's `rollout_mesh` alone: no copy."""
+  """What `gather` gave, as arrays of this process's `rollout_mesh` alone: no copy."""
   shardings = parameter_shardings(here, gathered, axes=("tensor",))
   def move(x, sharding):
     by_device = {s.device: s.data for s in x.addressable_shards}
@@ -154,11 +176,13 @@ def over_rows(mesh: Mesh, function: Callable, split: Sequence[bool]) -> Callable
   if mesh.shape["data"] == 1:
     return function
   specs = tuple(PartitionSpec("data") if s else PartitionSpec() for s in split)
+  # Kernels of libraries cannot be partitioned where some axes are the compiler's and some are not.
+  own = set(MESH_AXES) if mesh.shape["tensor"] == 1 else {"data"}
   return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("data"),
-                       axis_names={"data"}, check_vma=False)
+                       axis_names=own, check_vma=False)
 
 
-def _rows(mesh: Mesh) -> NamedSharding:
+def rows(mesh: Mesh) -> NamedSharding:
   """The first axis over `data` and `fsdp`."""
   rows = tuple(a for a in ("data", "fsdp") if mesh.shape[a] > 1)
   return NamedSharding(mesh, PartitionSpec(rows) if rows else PartitionSpec())

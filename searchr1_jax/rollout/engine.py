@@ -82,7 +82,7 @@ def lay_out(params: decoder.Params, dtype: Any, mesh: Mesh | None = None) -> dec
   With a mesh, whole on each of its devices but for the heads that `tensor` splits.
   """
   laid = decoder.unstack_layers(jax.tree.map(lambda x: x.astype(dtype), params))
-  return laid if mesh is None else sharding.gather_for_rollout(mesh, laid)
+  return sharding.gather(mesh, laid)
 
 
 def lay_out_here(params: decoder.Params, dtype: Any) -> tuple[Mesh, decoder.Params]:

@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from searchr1_jax.model import decoder, sharding
+from searchr1_jax.model import attention, decoder, sharding
 from searchr1_jax.model.shapes import DecoderShape
 from searchr1_jax.rollout.draw import Sampling, draw
 
@@ -256,11 +256,15 @@ class Programs(NamedTuple):
 def programs(shape: DecoderShape, dtype: Any, allowed_vocab: int, tokens: int,
              mesh: Mesh) -> Programs:
   """One set for engines alike, so that the second one compiles nothing. State and desk are donated."""
-  model = decoder.Decoder(shape, dtype, stacked=False)
+  platform = mesh.devices.flat[0].platform
+  kernel = attention.choose_kernel(platform, dtype, shape, mesh.shape["tensor"])
+  in_step = mesh.shape["data"] > 1 and mesh.shape["tensor"] > 1
+  if in_step:  # see sharding.over_rows
+    kernel = "blocks"
+  model = decoder.Decoder(shape, dtype, stacked=False, attention_kernel=kernel, platform=platform)
   heads, rows = (sharding.rollout_rows(mesh, h) for h in (shape.kv_heads, 0))
   cache = (decoder.LayerCache(heads, heads),) * shape.layers
   state = RowState(cache, rows, rows)
-  in_step = mesh.shape["data"] > 1 and mesh.shape["tensor"] > 1
 
   def over(function: Callable, *split: bool, **static) -> Callable:
     return sharding.over_rows(mesh, functools.partial(function, **static), split)

@@ -6,6 +6,7 @@ than a config, a model's shape and a mesh.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -45,9 +46,10 @@ class Learning:
     def value_objective(params, batch, targets):
       return update.value_objective(score_value(params, batch), batch, targets, c.algo.value_clip)
 
-    self.score_tokens, self.score_values = jax.jit(score_tokens), jax.jit(score_value)
+    scoring = functools.partial(jax.jit, out_shardings=sharding.rows(mesh))
+    self.score_tokens, self.score_values = scoring(score_tokens), scoring(score_value)
     self.score_reference = (self.score_tokens if c.model.reference_memory == "device"
-                            else jax.jit(score_reference))
+                            else scoring(score_reference))
     where = dict(mesh=mesh, moments_memory=c.optimizer.moments_memory)
     self.start = update.starter(self.optimizer, **where)
     self.policy_learner = update.Learner(policy_objective, self.optimizer, **where)

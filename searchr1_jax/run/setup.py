@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
-from typing import Any
+from typing import Any, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -283,9 +283,10 @@ def weighting(c: ml_collections.ConfigDict) -> collate.Weighting:
                            c.algo.mask_observations, bool(c.algo.compat))
 
 
-def mesh(c: ml_collections.ConfigDict) -> jax.sharding.Mesh:
-  """The devices of a run."""
-  return sharding.make_mesh(c.mesh.data, c.mesh.fsdp, c.mesh.tensor)
+def mesh(c: ml_collections.ConfigDict,
+         devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+  """The devices of a run: of `devices`, or this process's own and those of its like."""
+  return sharding.make_mesh(c.mesh.data, c.mesh.fsdp, c.mesh.tensor, devices)
 
 
 def training_sampling(c: ml_collections.ConfigDict) -> draw.Sampling:

@@ -1,0 +1,24 @@
+"""PPO with Qwen2.5-0.5B on one GPU of 80 GB, for those with one card.
+
+Reproduces: the method of Search-R1 (arXiv:2503.09516) at a size that one card trains; a batch is a quarter of the published one.
+Machine: 1 x H100 80 GB (or another GPU of 80 GB), nothing offloaded.
+Expected: no score published at this size.
+Command: python -m searchr1_jax.train --config=configs/ppo_qwen05b_1gpu.py --workdir=runs/ppo_qwen05b_1gpu
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from configs import ppo_qwen3b
+
+
+def get_config() -> ml_collections.ConfigDict:
+  c = ppo_qwen3b.get_config()
+  c.machine = "h100x1"
+  c.model.path = "Qwen/Qwen2.5-0.5B"
+  c.mesh.fsdp = 1
+  c.data.questions = 128
+  c.rollout.update(rows=128, seats=(16, 96))
+  c.batch.tokens = 65536
+  return c

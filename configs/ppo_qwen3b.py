@@ -1,0 +1,29 @@
+"""PPO with Qwen2.5-3B on eight H100: the published recipe, which the other full-size configs start from.
+
+Reproduces: Search-R1 (arXiv:2503.09516), base model, PPO, on NQ and HotpotQA's training questions.
+Machine: 8 x H100 80 GB, nothing offloaded.
+Expected: mean EM .303 on the seven test sets (paper, table 2).
+Command: python -m searchr1_jax.train --config=configs/ppo_qwen3b.py --workdir=runs/ppo_qwen3b
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from configs import base
+
+
+def get_config() -> ml_collections.ConfigDict:
+  c = base.get_config()
+  c.machine = "h100x8"
+  c.model.update(path="Qwen/Qwen2.5-3B", dtype="bfloat16", rollout_dtype="bfloat16", remat="full")
+  c.data.update(train=("data/nq_hotpotqa/train.parquet",), test=("data/nq_hotpotqa/test.parquet",))
+  c.retriever.index = "data/wiki-18/index"
+  # 64 episodes a device at a time: a batch of 512 questions needs no more.
+  c.rollout.update(rows=64, seats=(16, 64), row_buckets=(8, 16), chunk_buckets=(256, 512),
+                   widths=(1024, 1536, 2048, 4096))
+  c.mesh.fsdp = 8
+  # Parameters are gathered once a batch: the larger it is, the less is sent.
+  c.batch.tokens = 262144
+  c.eval.questions = 2048
+  return c

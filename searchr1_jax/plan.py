@@ -1,0 +1,179 @@
+"""Program: what a config takes on a machine that is not here: memory, seconds a step, hours.
+
+python -m searchr1_jax.plan --config=configs/ppo_qwen7b.py --target=h100x8
+
+Compiles the programs of a training step for the target (h100x1, h100x8, h100x16, h200x8, a100x8,
+v5e-16, v5p-8, v6e-8, cpu; the config's own `machine` if none is named), and adds them up: what is
+resident in which phase, whether it fits, how long a step takes at the roofline. --every_shape
+compiles the whole closed list, not just the shapes that are met most and the largest. The mean
+episode is --prompt, --searches, --turn and --observation (tokens). --efficiency is the share of the
+roofline that the estimate counts on. Nothing is downloaded: a hub id's shape is known by its name.
+--json prints the table's numbers as one object, on the last line. --fresh compiles again what
+earlier plans have compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any, Iterator, Sequence
+
+from absl import flags
+import jax
+import ml_collections
+import rich.console
+import rich.progress
+import rich.table
+
+from searchr1_jax.model import shapes, weights
+from searchr1_jax.planning import costs, targets, whole
+from searchr1_jax.planning.programs import Load, Step
+from searchr1_jax.run import cli, setup
+from searchr1_jax.text.tokenizer import Tokenizer
+from searchr1_jax.types import UserError
+
+# Ids of the families' published tokenizers, where there is no folder to read one from.
+TOKENIZERS = {"qwen2": 151665, "qwen3": 151669, "llama": 128256}
+GIB = 2**30
+
+
+def kept_folder() -> pathlib.Path:
+  """Where the costs of programs are kept from plan to plan."""
+  cache = os.environ.get("SEARCHR1_CACHE") or pathlib.Path.home() / ".cache" / "searchr1-jax"
+  return pathlib.Path(cache) / "plan"
+
+
+def make_plan(c: ml_collections.ConfigDict, target: targets.Target, load: Load, *,
+              every_shape: bool = False, kept: pathlib.Path | None = None) -> whole.Plan:
+  """Compiles what the config's step runs on the target. `targets.prepare` must have been called."""
+  setup.check(c)
+  step = open_step(c, target, load)
+  lines = []
+  for program in rich.progress.track(list(step.programs(every_shape)), transient=True,
+                                     description=f"compiling for {target.name}",
+                                     console=rich.console.Console(stderr=True)):
+    cost = costs.measure(program, target, kept)
+    lines.append(whole.Line(program, cost, cost.seconds(target)))
+  return whole.plan(step, target, lines)
+
+
+def open_step(c: ml_collections.ConfigDict, target: targets.Target, load: Load) -> Step:
+  """The step of a config on a target's devices, nothing compiled yet."""
+  devices, wanted = targets.devices(target), c.mesh.data * c.mesh.fsdp * c.mesh.tensor
+  if wanted != len(devices):
+    raise UserError(f"mesh data={c.mesh.data}, fsdp={c.mesh.fsdp}, tensor={c.mesh.tensor} has "
+                    f"{wanted} devices, {target.name} has {len(devices)}; change "
+                    "--config.mesh.fsdp, or --target")
+  shape, allowed_vocab = open_shape(c.model.path)
+  return Step(c, shape, allowed_vocab, setup.mesh(c, devices), load)
+
+
+def open_shape(path: str) -> tuple[shapes.DecoderShape, int]:
+  """The shape of a model, and how many ids its tokenizer has: of a folder, or of a known name."""
+  if pathlib.Path(path).is_dir():
+    return weights.read_config(path)[0], Tokenizer.load(path).size
+  name = path.rpartition("/")[2].removesuffix("-Instruct")
+  if name not in shapes.NAMED:
+    raise UserError(f"model {path!r} is neither a folder nor of a known size; name a folder, or a "
+                    f"hub id that ends in one of {', '.join(shapes.NAMED)}")
+  shape = shapes.NAMED[name]
+  return shape, TOKENIZERS[shape.family]
+
+
+def show(plan: whole.Plan, c: ml_collections.ConfigDict, efficiency: float,
+         console: rich.console.Console) -> None:
+  """The table of programs, then the whole."""
+  table = rich.table.Table(title=f"{c.model.path} on {plan.target.name}", title_justify="left")
+  table.add_column("program")
+  for name in ("calls a step", "arguments GiB", "temporaries GiB", "TFLOP", "memory GB",
+               "collectives GB", "roofline ms", "bound by"):
+    table.add_column(name, justify="right")
+  for line in plan.lines:
+    cost = line.cost
+    table.add_row(line.program.name, f"{line.program.calls:.3g}", *(f"{x:.3g}" for x in (
+        cost.arguments / GIB, cost.temporaries / GIB, cost.flops / 1e12, cost.memory / 1e9,
+        cost.link / 1e9, 1e3 * line.seconds)), line.bound)
+  console.print(table)
+  memory = rich.table.Table(title="memory of a device, GiB", title_justify="left")
+  for name in ("phase", "resident", "peak"):
+    memory.add_column(name, justify="left" if name != "peak" else "right")
+  for phase, peak in plan.peaks.items():
+    alive = [f"{n} {plan.residents[n] / GIB:.3g}" for n in whole.PHASES[phase] if
+             n in plan.residents]
+    memory.add_row(phase, ", ".join(alive), f"{peak / GIB:.3g}")
+  console.print(memory)
+  for text in _words(plan, c, efficiency):
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def _words(plan: whole.Plan, c: ml_collections.ConfigDict, efficiency: float) -> Iterator[str]:
+  chip, seconds = plan.target.chip, plan.step_seconds
+  phases = ", ".join(f"{phase} {s:.3g}" for phase, s in plan.phase_seconds().items())
+  yield (f"a step at the roofline: {seconds:.3g} s ({phases}); collectives alone "
+         f"{100 * plan.collective_share():.0f} % of it")
+  step = seconds / efficiency
+  yield (f"at {100 * efficiency:.0f} % of the roofline: {step:.3g} s a step, "
+         f"{plan.generated_tokens / step:.0f} tokens/s written, {plan.trained_tokens / step:.0f} "
+         f"tokens/s trained, {c.steps * step / 3600:.3g} hours for {c.steps} steps "
+         "(searches that rollouts wait for, evaluations and checkpoints not counted)")
+  if plan.pinned:
+    yield f"pinned memory of a host: {plan.pinned / GIB:.3g} GiB"
+  share = f"{plan.peak / GIB:.3g} of {chip.memory / GIB:.3g} GiB a device at the peak"
+  if plan.fits:
+    yield f"fits: {share}"
+  else:
+    yield f"does not fit ({share}, {100 * whole.SPARE:.0f} % to be left free): {plan.advice()}"
+
+
+def summary(plan: whole.Plan, c: ml_collections.ConfigDict, efficiency: float) -> dict[str, Any]:
+  """The plan as plain JSON; `programs` one entry each, in bytes, FLOPs and seconds of a device."""
+  step = plan.step_seconds / efficiency
+  return {
+      "target": plan.target.name, "model": c.model.path, "fits": plan.fits,
+      "peak_gib": plan.peak / GIB, "memory_gib": plan.target.chip.memory / GIB,
+      "step_seconds_roofline": plan.step_seconds, "efficiency": efficiency, "step_seconds": step,
+      "hours": c.steps * step / 3600, "tokens_per_second": plan.generated_tokens / step,
+      "collective_share": plan.collective_share(), "phase_seconds": plan.phase_seconds(),
+      "phase_peak_gib": {p: n / GIB for p, n in plan.peaks.items()},
+      "resident_gib": {n: size / GIB for n, size in plan.residents.items()},
+      "pinned_gib": plan.pinned / GIB,
+      "programs": [{"phase": line.program.phase, "name": line.program.name,
+                    "calls": line.program.calls, "roofline": line.seconds, "bound": line.bound,
+                    **dataclasses.asdict(line.cost)} for line in plan.lines]}
+
+
+def main(words: Sequence[str]) -> None:
+  def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("target", None, "the machine; the config's own if none is named",
+                        flag_values=values)
+    flags.DEFINE_bool("every_shape", False, "the whole closed list", flag_values=values)
+    flags.DEFINE_bool("json", False, "one object on the last line", flag_values=values)
+    flags.DEFINE_bool("fresh", False, "compile again what is known", flag_values=values)
+    flags.DEFINE_float("efficiency", 0.4, "share of the roofline", lower_bound=0.01,
+                       upper_bound=1.0, flag_values=values)
+    mean = Load()
+    for name in ("prompt", "turn", "observation"):
+      flags.DEFINE_integer(name, getattr(mean, name), "tokens", lower_bound=1, flag_values=values)
+    flags.DEFINE_float("searches", mean.searches, "of a mean episode", lower_bound=0.0,
+                       flag_values=values)
+    cli.define_config(values, words, cli.base_config())
+
+  values, _ = cli.parse(words, define)
+  c = values.config
+  name = values.target or c.machine
+  if not name:
+    raise UserError(f"no target; name one of {', '.join(targets.NAMES)} as --target=h100x8")
+  targets.prepare(c.mesh.data * c.mesh.fsdp * c.mesh.tensor)
+  load = Load(values.prompt, values.searches, values.turn, values.observation)
+  target = targets.find(name)
+  plan = make_plan(c, target, load, every_shape=values.every_shape,
+                   kept=None if values.fresh else kept_folder())
+  show(plan, c, values.efficiency, rich.console.Console(width=150))
+  if values.json:
+    print(json.dumps(summary(plan, c, values.efficiency)))
+
+
+if __name__ == "__main__":
+  cli.run_program(main)

@@ -1,0 +1,106 @@
+"""From the costs of programs to the whole: memory in each phase, seconds of a step, hours of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Mapping, Sequence
+
+from searchr1_jax.planning import costs
+from searchr1_jax.planning.programs import PHASES, Program, Step
+from searchr1_jax.planning.targets import Target
+
+SPARE = 0.1  # share of the memory that stays free: the runtime, NCCL's buffers, gaps between arrays
+
+# What to turn where a phase does not fit, dearest last.
+REMEDIES: Mapping[str, tuple[str, ...]] = {
+    "begin": ("a larger mesh.fsdp", "optimizer.moments_memory=pinned_host"),
+    "lay out": ("a larger mesh.tensor", "optimizer.moments_memory=pinned_host"),
+    "rollout": ("smaller rollout.rows and rollout.seats (or rollout.cache_gib)",
+                "a larger mesh.tensor", "optimizer.moments_memory=pinned_host"),
+    "score": ("smaller batch.tokens and model.logits_tokens",
+              "model.reference_memory=pinned_host"),
+    "update": ("model.remat=full", "smaller batch.tokens and model.logits_tokens",
+               "a larger mesh.fsdp", "optimizer.moments_memory=pinned_host"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+  """One program: its cost, seconds of a call at the roofline, and what bounds it."""
+
+  program: Program
+  cost: costs.Cost
+  parts: Mapping[str, float]
+
+  @property
+  def seconds(self) -> float:
+    return max(self.parts.values())
+
+  @property
+  def bound(self) -> str:
+    return max(self.parts, key=lambda part: self.parts[part])
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What a config comes to on a target. Bytes of one device, seconds of one training step."""
+
+  target: Target
+  lines: Sequence[Line]
+  residents: Mapping[str, int]
+  pinned: int
+  peaks: Mapping[str, int]
+  generated_tokens: float
+  trained_tokens: float
+
+  @property
+  def peak(self) -> int:
+    return max(self.peaks.values())
+
+  @property
+  def fits(self) -> bool:
+    return self.peak <= (1 - SPARE) * self.target.chip.memory
+
+  def phase_seconds(self) -> dict[str, float]:
+    """At the roofline, each phase's programs one after another."""
+    found: dict[str, float] = {}
+    for line in self.lines:
+      spent = line.seconds * line.program.calls
+      found[line.program.phase] = found.get(line.program.phase, 0.0) + spent
+    return {phase: s for phase, s in found.items() if s}
+
+  @property
+  def step_seconds(self) -> float:
+    return sum(self.phase_seconds().values())
+
+  def collective_share(self) -> float:
+    """Seconds of collectives over those of the step: hidden behind the rest, or not."""
+    spent = sum(line.parts["collectives"] * line.program.calls for line in self.lines)
+    return spent / self.step_seconds if self.step_seconds else 0.0
+
+  def advice(self) -> str:
+    """What to change where it does not fit."""
+    phase = max(self.peaks, key=lambda p: self.peaks[p])
+    alive = sorted((n for n in PHASES[phase] if n in self.residents),
+                   key=lambda n: -self.residents[n])
+    most = ", ".join(f"{n} {self.residents[n] / 2**30:.1f}" for n in alive[:3])
+    return f"{phase} is the fullest (GiB: {most}): try {'; or '.join(REMEDIES[phase])}"
+
+
+def plan(step: Step, target: Target, lines: Sequence[Line]) -> Plan:
+  """Adds it all up."""
+  sizes = {name: costs.resident(tree) for name, tree in step.residents.items()}
+  on_device = {name: size for name, size in sizes.items() if name not in step.pinned}
+  waiting = {name: size for name, size in sizes.items() if name in step.pinned}
+
+  def beside(line: Line) -> int:
+    """What a program takes beside the residents, among which its lasting results count."""
+    new = 0 if line.program.makes else max(0, line.cost.new)
+    return line.cost.temporaries + new + sum(waiting.get(n, 0) for n in line.program.fetches)
+
+  peaks = {}
+  for phase, names in PHASES.items():
+    most = max((beside(line) for line in lines if line.program.phase == phase), default=0)
+    peaks[phase] = sum(on_device.get(n, 0) for n in names) + most
+  return Plan(target, lines, on_device, sum(waiting.values()) * target.host_chips, peaks,
+              step.episodes * step.load.written, step.episodes * step.load.length)
