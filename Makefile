@@ -5,13 +5,14 @@ SEARCHR1_ASSETS ?= assets
 BIN := $(VENV)/bin
 DEMO := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help venv demo test slow soak assets
+.PHONY: help venv demo test slow soak assets plan
 
 help:
 	@echo "make demo    train a small policy to search, from nothing, in minutes"
 	@echo "make test    the quick tests"
 	@echo "make slow    every test, with real models and texts"
 	@echo "make soak    kills and resumes runs at every named moment"
+	@echo "make plan    compiles every config for the machine that it names; minutes"
 	@echo "make assets  build those models and texts in $(SEARCHR1_ASSETS)"
 	@echo "make venv    only the environment, in $(VENV)"
 
@@ -27,6 +28,13 @@ $(VENV)/.installed: $(BIN)/python requirements.txt pyproject.toml
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install -q -e ".[dev]"
 	@touch $@
+
+$(VENV)/.installed-plan: $(VENV)/.installed
+	$(BIN)/python -m pip install -q -e ".[plan]"
+	@touch $@
+
+plan: $(VENV)/.installed-plan
+	$(BIN)/python -m benchmarks.plans
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m searchr1_jax.train --config=configs/grpo_tiny.py --workdir=$(DEMO)

@@ -1,4 +1,7 @@
-"""PPO with Qwen2.5-3B on eight H100: the published recipe, which the other full-size configs start from.
+"""PPO with Qwen2.5-3B on eight H100: the published recipe, from which the other large configs start.
+
+The questions are the authors' nq_hotpotqa_train (Hugging Face: PeterJinGo/nq_hotpotqa_train), the
+passages the 2018 Wikipedia dump of 21,015,324; SEARCHR1_DATA names the folder that holds both.
 
 Reproduces: Search-R1 (arXiv:2503.09516), base model, PPO, on NQ and HotpotQA's training questions.
 Machine: 8 x H100 80 GB, nothing offloaded.
@@ -7,6 +10,9 @@ Command: python -m searchr1_jax.train --config=configs/ppo_qwen3b.py --workdir=r
 """
 
 from __future__ import annotations
+
+import os
+import pathlib
 
 import ml_collections
 
@@ -17,8 +23,10 @@ def get_config() -> ml_collections.ConfigDict:
   c = base.get_config()
   c.machine = "h100x8"
   c.model.update(path="Qwen/Qwen2.5-3B", dtype="bfloat16", rollout_dtype="bfloat16", remat="full")
-  c.data.update(train=("data/nq_hotpotqa/train.parquet",), test=("data/nq_hotpotqa/test.parquet",))
-  c.retriever.index = "data/wiki-18/index"
+  data = pathlib.Path(os.environ.get("SEARCHR1_DATA", "data"))
+  c.data.update(train=(str(data / "nq_hotpotqa" / "train.parquet"),),
+                test=(str(data / "nq_hotpotqa" / "test.parquet"),))
+  c.retriever.index = str(data / "wiki-18" / "index")
   # 64 episodes a device at a time: a batch of 512 questions needs no more.
   c.rollout.update(rows=64, seats=(16, 64), row_buckets=(8, 16), chunk_buckets=(256, 512),
                    widths=(1024, 1536, 2048, 4096))

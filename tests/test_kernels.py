@@ -115,6 +115,29 @@ def test_large_scores_keep_shares_that_add_up_to_one():
 def test_the_kernel_of_attention_is_one_that_can_run(platform, dtype, kv_heads, tensor, kernel):
   shape = dataclasses.replace(SHAPES["tied"], heads=8, kv_heads=kv_heads, head_size=16)
   assert attention.choose_kernel(platform, dtype, shape, tensor) == kernel
+  lanes = dataclasses.replace(shape, head_size=128)
+  on_tpu = platform == "tpu"
+  assert attention.choose_kernel(platform, dtype, lanes, tensor) == ("splash" if on_tpu else kernel)
+
+
+@pytest.mark.parametrize("length, shared", [(128, 3), (384, 1)])
+def test_splash_attends_as_blocks_do(length, shared):
+  """Its kernel, interpreted: output, and gradients of queries, keys and values."""
+  q, k, v = draw(2, length, 2 * shared, 128), *(draw(2, length, 2, 128, seed=n) for n in (1, 2))
+  weights = draw(*q.shape, seed=3)
+  splash = attention._splash(shared, length, interpret=True)
+
+  def by_splash(q, k, v):
+    scaled = attention._by_head(q, 2) * np.float32(128**-0.5)
+    return attention._by_position(splash(scaled, attention.by_head(k), attention.by_head(v)))
+
+  for attend in (by_splash, attention.causal_attention):
+    value, slopes = jax.value_and_grad(
+        lambda *x: jnp.sum(attend(*x) * weights), argnums=(0, 1, 2))(q, k, v)
+    if attend is by_splash:
+      wanted = (value, *slopes)
+  for one, other in zip(wanted, (value, *slopes)):
+    np.testing.assert_allclose(one, other, atol=2e-3, rtol=2e-3)
 
 
 def test_attention_survives_scores_that_overflow_an_exponential():

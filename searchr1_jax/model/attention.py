@@ -5,20 +5,22 @@ Axes beyond those of types.py: E head size, R query heads that share one key-val
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from searchr1_jax.model import kernels
+from searchr1_jax.model import kernels, sharding
 from searchr1_jax.model.shapes import DecoderShape
 
 Rotation = tuple[Float[Array, "B L 1 2 M"], Float[Array, "B L 1 2 M"]]
 
-KERNELS = ("blocks", "cudnn")
+KERNELS = ("blocks", "cudnn", "splash")
+_LANES = 128  # positions side by side in a TPU's register
 _BLOCK = 128  # queries that share a set of keys, at least; a row has eight blocks at most
 
 
@@ -58,16 +60,18 @@ def choose_kernel(platform: str, dtype: Any, shape: DecoderShape, tensor: int) -
   """The kernel of whole rows on a platform ("cpu", "gpu", "tpu"): one of `KERNELS`.
 
   cuDNN's takes half precision, heads of a multiple of 8 up to 128, and queries, keys and values
-  that lie alike over a mesh's `tensor` axis (JAX's own limits).
+  that lie alike over a mesh's `tensor` axis; splash heads that fill a TPU's lanes (JAX's own limits).
   """
   half = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
-  fits = shape.head_size % 8 == 0 and shape.head_size <= 128 and shape.kv_heads % tensor == 0
-  return "cudnn" if platform == "gpu" and half and fits else "blocks"
+  alike = shape.kv_heads % tensor == 0
+  if platform == "gpu" and half and alike and shape.head_size % 8 == 0 and shape.head_size <= 128:
+    return "cudnn"
+  return "splash" if platform == "tpu" and half and alike and shape.head_size == 128 else "blocks"
 
 
 def causal_attention(q_BLHE: Float[Array, "B L H E"], k_BLKE: Float[Array, "B L K E"],
-                     v_BLKE: Float[Array, "B L K E"],
-                     kernel: str = "blocks") -> Float[Array, "B L H E"]:
+                     v_BLKE: Float[Array, "B L K E"], kernel: str = "blocks",
+                     mesh: Mesh | None = None) -> Float[Array, "B L H E"]:
   """Whole right-padded rows: a query sees the keys up to its own position.
 
   Padding stands to the right of every real token, so causality alone hides it from them. "blocks"
@@ -79,12 +83,31 @@ def causal_attention(q_BLHE: Float[Array, "B L H E"], k_BLKE: Float[Array, "B L 
   length = q_BLHE.shape[1]
   q_BKRLE = _by_head(q_BLHE, k_BLKE.shape[2])
   k_BKSE, v_BKSE = by_head(k_BLKE), by_head(v_BLKE)
+  if kernel == "splash" and length % _LANES == 0:
+    attend = sharding.over_rows_and_heads(mesh, _splash(q_BKRLE.shape[2], length))
+    scaled = q_BKRLE * np.asarray(q_BKRLE.shape[-1] ** -0.5, q_BKRLE.dtype)
+    return _by_position(attend(scaled, k_BKSE, v_BKSE))
   block = max(_BLOCK, -(-length // 8))
   edges = [*range(0, length, block), length]
   return _by_position(jnp.concatenate([
       kernels.attend(q_BKRLE[:, :, :, a:b], k_BKSE[:, :, :b], v_BKSE[:, :, :b],
                      jnp.asarray(np.tri(b - a, b, a, dtype=bool))[None])
       for a, b in zip(edges[:-1], edges[1:])], axis=3))
+
+
+def _splash(shared: int, length: int, interpret: bool = False) -> Callable:
+  """Causal attention of rows and key-value heads, `shared` queries each, in one TPU kernel."""
+  from jax.experimental.pallas.ops.tpu.splash_attention import (  # slow to import, for TPUs alone
+      splash_attention_kernel, splash_attention_mask)
+  size = next(n for n in (512, 384, 256, _LANES) if length % n == 0)
+  names = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv",
+           "block_kv_dkv_compute", "block_q_dq", "block_kv_dq")
+  mask = splash_attention_mask.MultiHeadMask(
+      [splash_attention_mask.CausalMask((length, length))] * shared)
+  one = splash_attention_kernel.make_splash_mqa_single_device(
+      mask, block_sizes=splash_attention_kernel.BlockSizes(**dict.fromkeys(names, size)),
+      interpret=interpret)
+  return jax.vmap(jax.vmap(one))
 
 
 def attention_at(q_BLHE: Float[Array, "B L H E"], k_BKSE: Float[Array, "B K S E"],

@@ -134,6 +134,7 @@ class Attention(nn.Module):
   dtype: Any
   kernel: str
   platform: str
+  mesh: Mesh | None
 
   @nn.compact
   def __call__(self, x_BLD, place: Place, cache: LayerCache | None, kept_BP):
@@ -166,7 +167,8 @@ class Attention(nn.Module):
       out_BLHE = attention.attention_at(q_BLHE, attention.by_head(k_BLKE),
                                         attention.by_head(v_BLKE), kept_BP)
     else:
-      out_BLHE = attention.causal_attention(q_BLHE, k_BLKE, v_BLKE, self.kernel)
+      out_BLHE = attention.causal_attention(q_BLHE, k_BLKE, v_BLKE, self.kernel,
+                                            self.mesh)
     out_BLD = Linear(("heads", "head", "width"), (s.width,), self.dtype, inputs=2,
                      name="o")(out_BLHE)
     return out_BLD, cache
@@ -270,7 +272,7 @@ class Block(nn.Module):
     eps = self.shape.norm_eps
     x_BLD = sharding.spread_rows(self.mesh, x_BLD)
     mixed, cache = Attention(
-        self.shape, self.dtype, self.kernel, self.platform, name="attention")(
+        self.shape, self.dtype, self.kernel, self.platform, self.mesh, name="attention")(
         RMSNorm(eps, name="attention_norm")(x_BLD), place, cache, kept_BP)
     x_BLD = (x_BLD if kept_BP is None else take_positions(x_BLD, kept_BP)) + mixed
     x_BLD = x_BLD + MLP(self.shape, self.dtype, name="mlp")(RMSNorm(eps, name="mlp_norm")(x_BLD))

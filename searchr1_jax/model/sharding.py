@@ -182,6 +182,14 @@ def over_rows(mesh: Mesh, function: Callable, split: Sequence[bool]) -> Callable
                        axis_names=own, check_vma=False)
 
 
+def over_rows_and_heads(mesh: Mesh | None, function: Callable) -> Callable:
+  """The function on each device's own rows and heads, the first two axes of all it takes and gives."""
+  if mesh is None:
+    return function
+  spec = PartitionSpec(("data", "fsdp"), "tensor")
+  return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+
 def rows(mesh: Mesh) -> NamedSharding:
   """The first axis over `data` and `fsdp`."""
   rows = tuple(a for a in ("data", "fsdp") if mesh.shape[a] > 1)

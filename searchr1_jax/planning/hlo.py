@@ -84,7 +84,7 @@ class Traffic:
     return Traffic(self.memory + other.memory, self.link + other.link,
                    self.network + other.network, self.dot_flops + other.dot_flops)
 
-  def times(self, n: float) -> Traffic:
+  def times(self, n: int) -> Traffic:
     return Traffic(n * self.memory, n * self.link, n * self.network, n * self.dot_flops)
 
 
@@ -200,9 +200,9 @@ class _Counter:
     share = 1 - 1 / len(groups[0])
     link = share * {"all-gather": made, "all-reduce": 2 * given}.get(kind, given)
     if kind in ("collective-permute", "collective-broadcast"):
-      link = given
+      link = float(given)
     across = any(len({device // self._host_devices for device in g}) > 1 for g in groups)
-    return Traffic(memory=given + made, link=link, network=link if across else 0.0)
+    return Traffic(memory=float(given + made), link=link, network=link if across else 0.0)
 
   def _fusion(self, i: Instruction, inside: Computation) -> Traffic:
     """What it reads and writes: of an operand of which it takes slices, those alone."""
@@ -211,7 +211,7 @@ class _Counter:
     memory = float(sum(_written(r, body) for r in body.values() if r.root))
     for n, size in enumerate(_operand_sizes(i, inside)):
       memory += min(size, _read(parameters[n], body)) if n in parameters else size
-    found = Traffic(memory=memory, dot_flops=sum(_dot_flops(b, body) for b in body.values()))
+    found = Traffic(memory=memory, dot_flops=sum((_dot_flops(b, body) for b in body.values()), 0.0))
     for b in body.values():
       if b.opcode in COLLECTIVES:  # on TPUs they are fused with what they are a part of
         scattered = b.opcode == "all-reduce" and any(r.opcode == "dynamic-slice" and r.root

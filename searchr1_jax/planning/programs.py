@@ -42,7 +42,7 @@ class Load:
   def within(self, rules: ml_collections.ConfigDict) -> Load:
     """The same as far as the rules of a config's episodes allow it."""
     return Load(min(self.prompt, rules.max_episode_tokens // 2),
-                min(self.searches, rules.max_turns), min(self.turn, rules.max_turn_tokens),
+                float(min(self.searches, rules.max_turns)), min(self.turn, rules.max_turn_tokens),
                 min(self.observation, rules.max_observation_tokens))
 
   @property
@@ -114,6 +114,8 @@ class Step:
     found = {"base": self._base, "reference": self._reference, "laid out": self._laid,
              "rows": self._row_state, "desk": self._desks[-1], "gradient": self._base,
              "batches": [self._batch(*self._main_batch)] * math.ceil(self._batch_count)}
+    if self._learning.base_is_reference:
+      del found["base"]  # they are the same arrays
     for name, state in (("policy", self._policy), ("value", self._value)):
       if state is not None:
         found |= {name: state.params, f"{name} moments": state.opt_state}

@@ -24,7 +24,7 @@ class Chip:
   torus and `network` to other hosts in bytes a second, one way."""
 
   name: str
-  memory: float
+  memory: int
   flops: float
   bandwidth: float
   link: float
@@ -135,7 +135,7 @@ def _this_machine() -> Target:
   square, line = jnp.ones((1024, 1024)), jnp.ones(2**25)
   flops = 2 * 1024**3 / _seconds(jax.jit(lambda x: x @ x), square)
   bandwidth = 8 * 2**25 / _seconds(jax.jit(lambda x: x + 1), line)
-  chip = Chip("CPU", memory / count, flops / count, bandwidth / count, bandwidth / count,
+  chip = Chip("CPU", memory // count, flops / count, bandwidth / count, bandwidth / count,
               bandwidth / count)
   return Target("cpu", chip, count, count, "cpu")
 

@@ -1,0 +1,150 @@
+"""The plan: it compiles what training runs, fits what it says, and foretells what a run takes."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+import tiny_runs
+
+from benchmarks import plans
+from searchr1_jax import plan
+from searchr1_jax.planning import costs, programs, targets
+from searchr1_jax.types import UserError
+
+ROOT = tiny_runs.ROOT
+# A module as text, without where in the source its lines come from.
+PLACES = re.compile(r'\s?loc\((?:[^()"]|"[^"]*"|\((?:[^()"]|"[^"]*")*\))*\)')
+# The jitted functions of a step that a plan must know; others are single operations on scalars.
+JITTED = ("start", "lay_out", "prefill", "share", "decode", "score_tokens", "score_value",
+          "score_reference", "estimate", "spread_advantages", "_add_gradient", "_apply")
+
+
+def fingerprint(module: str) -> str:
+  lines = PLACES.sub("", module).splitlines()
+  return hashlib.sha256("\n".join(
+      line for line in lines if not line.startswith("#loc")).strip().encode()).hexdigest()
+
+
+@pytest.mark.parametrize("algorithm, devices", [("grpo", 1), ("ppo", 2)])
+def test_training_runs_the_very_programs_that_the_plan_compiles(algorithm, devices, tmp_path,
+                                                                run_python):
+  """Every module that two training steps compile is, to the letter, one of the plan's."""
+  world = tiny_runs.world(tmp_path)
+  changes = dict(mesh__fsdp=devices, batch__lengths=(96, 192), episode__max_turns=2)
+  config = f"tiny_runs.config({str(world)!r}, {algorithm!r}, **{changes!r})"
+  run_python(f"""
+import sys; sys.path.insert(0, "tests")
+import pathlib, tiny_runs
+from searchr1_jax import train
+trainer = train.Trainer({config}, pathlib.Path({str(tmp_path)!r}))
+state = trainer.initial_state()
+for step in range(2):
+  state, _, _ = trainer.step(state, step)
+""", devices, 300, {"JAX_DUMP_IR_TO": str(tmp_path / "modules")})
+  done = run_python(f"""
+import sys; sys.path.insert(0, "tests")
+import json, tiny_runs
+from searchr1_jax import plan
+from searchr1_jax.planning import costs, programs, targets
+from test_plan import fingerprint
+step = plan.open_step({config}, targets.find("cpu"), programs.Load())
+print(json.dumps([fingerprint(costs.lower(p)[0].as_text()) for p in step.programs(True)]))
+""", devices, 300)
+  planned = set(json.loads(done.stdout.splitlines()[-1]))
+  met = {}
+  for path in (tmp_path / "modules").glob("*_compile.mlir"):
+    name = re.search(r"jit_(.*)_compile", path.name)[1]
+    if name in JITTED:
+      met[path.name] = (name, fingerprint(path.read_text()))
+  names = {name for name, _ in met.values()}
+  only = {"grpo": {"share", "spread_advantages"}, "ppo": {"score_value", "estimate"}}[algorithm]
+  assert names == only | {"start", "lay_out", "prefill", "decode", "score_tokens",
+                          "_add_gradient", "_apply"}
+  assert [file for file, (_, found) in met.items() if found not in planned] == []
+
+
+def run(*words: str, env=None) -> subprocess.CompletedProcess:
+  return subprocess.run([sys.executable, "-m", "searchr1_jax.plan", *words], cwd=ROOT,
+                        capture_output=True, text=True, timeout=300, env=env)
+
+
+def test_the_program_ends_with_one_object_and_keeps_what_it_compiled(tmp_path, monkeypatch):
+  monkeypatch.setenv("SEARCHR1_CACHE", str(tmp_path))
+  world = tiny_runs.world(tmp_path)
+  file = tiny_runs.config_file(tmp_path / "c.py", world, "ppo", machine="cpu")
+  done = run(f"--config={file}", "--json")
+  assert done.returncode == 0, done.stderr
+  found = json.loads(done.stdout.splitlines()[-1])
+  assert found["fits"] and found["target"] == "cpu" and found["peak_gib"] > 0
+  assert found["step_seconds_roofline"] == pytest.approx(sum(found["phase_seconds"].values()))
+  assert {p["phase"] for p in found["programs"]} == set(programs.PHASES)
+  for words in ("decode 6 in 192", "does not fit" if not found["fits"] else "fits:", "policy step"):
+    assert words in done.stdout
+  kept = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "plan").glob("*.json")}
+  assert 0 < len(kept) <= len(found["programs"])  # equal ones share what they came to
+  again = json.loads(run(f"--config={file}", "--json").stdout.splitlines()[-1])
+  assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "plan").glob("*.json")} == kept
+  assert again["programs"][0]["compile_seconds"] == found["programs"][0]["compile_seconds"]
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--target=b200"], "there is no target 'b200'; choose one of h100x1"),
+    (["--target=cpu", "--config.model.path=me/mine-9B"], "neither a folder nor of a known size"),
+    (["--config.machine="], "no target; name one of"),
+    (["--target=cpu", "--efficiency=0"], "efficiency"),
+    (["--target=cpu", "--turn=0"], "turn")])
+def test_mistakes_are_named(words, message, tmp_path):
+  done = run("--config=configs/grpo_qwen3b.py", *words)
+  assert done.returncode == 2 and message in done.stderr, done.stderr
+  assert "Traceback" not in done.stderr
+
+
+def test_a_mesh_of_another_size_than_the_target_is_named(monkeypatch):
+  monkeypatch.setattr(targets, "devices", lambda _: jax.devices() * 8)
+  c = importlib.import_module("configs.ppo_qwen3b").get_config()
+  c.mesh.fsdp = 4
+  with pytest.raises(UserError, match="fsdp=4.* 4 devices, h100x8 has 8"):
+    plan.open_step(c, targets.TARGETS["h100x8"], programs.Load())
+
+
+def test_a_missing_compiler_says_what_installs_it(monkeypatch):
+  def absent(**_):
+    raise RuntimeError("Unknown backend\nand more")
+
+  monkeypatch.setattr(targets.topologies, "get_topology_desc", absent)
+  for name, extra in (("h100x8", "plan-gpu"), ("v5p-8", "plan-tpu")):
+    with pytest.raises(UserError, match=rf"{name} is not in this environment .*\[{extra}\]"):
+      targets.devices(targets.TARGETS[name])
+
+
+PLANNED = plans.planned()
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_every_config_for_accelerators_says_where_it_belongs(name):
+  c = importlib.import_module(f"configs.{name}").get_config()
+  target = targets.TARGETS[c.machine]
+  assert c.mesh.data * c.mesh.fsdp * c.mesh.tensor == target.chips
+  offloaded = {c.model.reference_memory, c.optimizer.moments_memory} != {"device"}
+  assert not offloaded or "14b" in name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANNED)
+def test_every_config_fits_its_machine_with_a_tenth_to_spare(name):
+  """Compiled for the machine that it names: the largest shapes of each kind, and the usual ones."""
+  done = run(f"--config=configs/{name}.py", "--json")
+  assert done.returncode == 0, done.stderr
+  found = json.loads(done.stdout.splitlines()[-1])
+  assert found["fits"] and found["peak_gib"] <= 0.9 * found["memory_gib"]
+  docs = (ROOT / "docs" / "cost.md").read_text()
+  row = re.search(rf"`{name}`.*\| *([\d.]+) of", docs)
+  assert float(row[1]) == pytest.approx(found["peak_gib"], rel=0.1)  # the table says the same
