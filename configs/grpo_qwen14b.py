@@ -18,6 +18,6 @@ def get_config() -> ml_collections.ConfigDict:
   c.model.path = "Qwen/Qwen2.5-14B"
   # The sampler's copy, 27 GiB, is split over pairs of devices.
   c.mesh.update(fsdp=4, tensor=2)
-  c.rollout.update(rows=48, seats=(16, 32))
+  c.rollout.update(rows=40, seats=(16, 32))
   c.batch.tokens = 131072
   return c

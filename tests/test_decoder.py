@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import hypothesis
+from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -336,3 +338,25 @@ def test_a_fresh_value_head_says_zero_and_reads_every_feature():
 def test_head_counts_must_match():
   with pytest.raises(UserError, match="multiple"):
     dataclasses.replace(SHAPE, heads=3, kv_heads=2)
+
+
+WRITES = (jax.jit(decoder._write), jax.jit(decoder._write_by_row))
+
+
+@hypothesis.given(st.integers(0, 2**32 - 1), st.sampled_from([(5, 16, 4), (5, 16, 1), (4, 8, 12)]))
+def test_writing_row_by_row_is_writing_all_at_once(seed, sizes):
+  """Rows begin anywhere, some hold nothing new, one may stand beyond the cache; 12 exceed 8 slots."""
+  rows, slots, length = sizes
+  rng = np.random.default_rng(seed)
+  array = lambda *size: jnp.asarray(rng.normal(size=size), jnp.float32)
+  cache = decoder.LayerCache(array(rows, 2, 6, slots), array(rows, 2, slots, 6))
+  k_BLKE, v_BLKE = array(3, length, 2, 6), array(3, length, 2, 6)
+  rows_B = rng.permutation(rows + 1)[:3].astype(np.int32)  # `rows` is beyond the cache
+  counts_B1 = rng.integers(0, min(length, slots) + 1, (3, 1))
+  starts_B1 = (rng.random((3, 1)) * (slots - counts_B1 + 1)).astype(int)
+  column_1L = np.arange(length)[None, :]
+  positions_BL = np.where(column_1L < counts_B1, starts_B1 + column_1L, slots).astype(np.int32)
+  place = decoder.Place(jnp.asarray(positions_BL), None, jnp.asarray(rows_B), None)
+  wanted, found = (write(cache, k_BLKE, v_BLKE, place) for write in WRITES)
+  np.testing.assert_array_equal(found.k_BKES, wanted.k_BKES)
+  np.testing.assert_array_equal(found.v_BKSE, wanted.v_BKSE)

@@ -88,10 +88,10 @@ def test_the_program_ends_with_one_object_and_keeps_what_it_compiled(tmp_path, m
   assert {p["phase"] for p in found["programs"]} == set(programs.PHASES)
   for words in ("decode 6 in 192", "does not fit" if not found["fits"] else "fits:", "policy step"):
     assert words in done.stdout
-  kept = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "plan").glob("*.json")}
+  kept = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "plan").glob("*.json.gz")}
   assert 0 < len(kept) <= len(found["programs"])  # equal ones share what they came to
   again = json.loads(run(f"--config={file}", "--json").stdout.splitlines()[-1])
-  assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "plan").glob("*.json")} == kept
+  assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "plan").glob("*.json.gz")} == kept
   assert again["programs"][0]["compile_seconds"] == found["programs"][0]["compile_seconds"]
 
 

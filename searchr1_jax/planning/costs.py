@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import hashlib
 import json
 import math
+import os
 import pathlib
 import time
+import zlib
 from typing import Any
 
 import jax
@@ -18,11 +21,20 @@ from searchr1_jax.planning.targets import Target
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
-  """Of one device. Sizes, `memory`, `link` and `network` in bytes (see `hlo.Traffic`).
+class Compiled:
+  """What a compiler made: bytes of arguments, temporaries and of results beyond the arguments that
+  they are written over; the HLO text; seconds that it took."""
 
-  `new` is what its results take beyond the arguments that they are written over.
-  """
+  arguments: int
+  temporaries: int
+  new: int
+  text: str
+  seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+  """Of one run on one device. Sizes, `memory`, `link` and `network` in bytes; see `hlo.Traffic`."""
 
   arguments: int
   temporaries: int
@@ -47,36 +59,57 @@ def lower(program: Program) -> tuple[Any, float]:
 
 
 def measure(program: Program, target: Target, kept: pathlib.Path | None = None) -> Cost:
-  """Compiles it, unless the folder `kept` has what an equal program came to."""
+  """Compiles it, unless the folder `kept` has what an equal program was compiled to."""
   lowered, operations = lower(program)
-  devices = _devices(program)
-  about = json.dumps([target.name, jax.__version__, devices, sorted(program.trips.items())])
+  about = json.dumps([target.name, jax.__version__, jax.lib.__version__])
   name = hashlib.sha256((about + lowered.as_text()).encode()).hexdigest()
-  path = kept / f"{name}.json" if kept else None
-  if path and path.is_file():
-    return Cost(**json.loads(path.read_text()))
-  began = time.perf_counter()
-  compiled = lowered.compile()
-  sizes = compiled.memory_analysis()
-  moved = hlo.traffic(compiled.as_text(), program.trips, devices, target.host_chips)
-  cost = Cost(sizes.argument_size_in_bytes, sizes.temp_size_in_bytes,
-              sizes.output_size_in_bytes - sizes.alias_size_in_bytes, operations / devices,
-              moved.memory, moved.link, moved.network, time.perf_counter() - began)
-  if path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(dataclasses.asdict(cost)))
-    part.replace(path)  # a kill leaves no half of it
-  return cost
-
-
-def _devices(program: Program) -> int:
-  """How many it runs on together."""
-  places = (getattr(x, "sharding", None) for x in jax.tree.leaves(program.args))
-  return next((len(p.device_set) for p in places if p is not None), 1)
+  path = kept / f"{name}.json.gz" if kept else None
+  made = _read(path) if path and path.is_file() else None
+  if made is None:
+    made = _compile(lowered)
+    if path:
+      _write(path, made)
+  devices = _devices(program)
+  moved = hlo.traffic(made.text, program.trips, devices, target.host_chips)
+  return Cost(made.arguments, made.temporaries, made.new, operations / devices, moved.memory,
+              moved.link, moved.network, made.seconds)
 
 
 def resident(tree: Any) -> int:
   """Bytes that described arrays take for each device."""
   return sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
              for x in jax.tree.leaves(tree))
+
+
+def _compile(lowered: Any) -> Compiled:
+  began = time.perf_counter()
+  compiled = lowered.compile()
+  sizes = compiled.memory_analysis()
+  return Compiled(sizes.argument_size_in_bytes, sizes.temp_size_in_bytes,
+                  sizes.output_size_in_bytes - sizes.alias_size_in_bytes, compiled.as_text(),
+                  time.perf_counter() - began)
+
+
+def _read(path: pathlib.Path) -> Compiled | None:
+  """What was kept; None of a file that is not whole, which is then written again."""
+  try:
+    return Compiled(**json.loads(gzip.decompress(path.read_bytes())))
+  except (OSError, EOFError, zlib.error, ValueError, TypeError):
+    return None
+
+
+def _write(path: pathlib.Path, made: Compiled) -> None:
+  """Keeps it, whole or not at all, whoever else writes the same; where that's not possible, not."""
+  part = path.with_suffix(f".{os.getpid()}")
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part.write_bytes(gzip.compress(json.dumps(dataclasses.asdict(made)).encode()))
+    part.replace(path)
+  except OSError:
+    part.unlink(missing_ok=True)
+
+
+def _devices(program: Program) -> int:
+  """How many it runs on together."""
+  places = (getattr(x, "sharding", None) for x in jax.tree.leaves(program.args))
+  return next((len(p.device_set) for p in places if p is not None), 1)
