@@ -2,7 +2,8 @@
 
   python -m benchmarks.plans            # or `make plan`; a first time takes minutes
 
-One JSON line: each config's peak, whether it fits, seconds of a step. Ends with 1 if one does not fit.
+One JSON line: each config's peak, whether it fits, seconds of a step. Exit code 1 if one does not
+fit.
 """
 
 from __future__ import annotations

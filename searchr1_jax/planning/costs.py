@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gzip
 import hashlib
+import importlib.metadata
 import json
 import math
 import os
@@ -58,17 +60,19 @@ def lower(program: Program) -> tuple[Any, float]:
   return traced.lower(), flops.count(traced.jaxpr, program.trips)
 
 
-def measure(program: Program, target: Target, kept: pathlib.Path | None = None) -> Cost:
-  """Compiles it, unless the folder `kept` has what an equal program was compiled to."""
+def measure(program: Program, target: Target, kept: pathlib.Path, fresh: bool = False) -> Cost:
+  """Compiles it, unless the folder `kept` has what an equal program was compiled to.
+
+  `fresh`: compiles it again, and keeps that.
+  """
   lowered, operations = lower(program)
   about = json.dumps([target.name, jax.__version__, jax.lib.__version__])
   name = hashlib.sha256((about + lowered.as_text()).encode()).hexdigest()
-  path = kept / f"{name}.json.gz" if kept else None
-  made = _read(path) if path and path.is_file() else None
+  path = kept / _compilers() / f"{name}.json.gz"
+  made = None if fresh else _read(path)
   if made is None:
     made = _compile(lowered)
-    if path:
-      _write(path, made)
+    _write(path, made)
   devices = _devices(program)
   moved = hlo.traffic(made.text, program.trips, devices, target.host_chips)
   return Cost(made.arguments, made.temporaries, made.new, operations / devices, moved.memory,
@@ -90,8 +94,17 @@ def _compile(lowered: Any) -> Compiled:
                   time.perf_counter() - began)
 
 
+def _compilers() -> str:
+  """A name for the versions and flags that decide what comes out."""
+  found = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
+  for name in ("jaxlib", "jax-cuda12-plugin", "nvidia-cudnn-cu12", "libtpu"):
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      found.append(f"{name} {importlib.metadata.version(name)}")
+  return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
+
+
 def _read(path: pathlib.Path) -> Compiled | None:
-  """What was kept; None of a file that is not whole, which is then written again."""
+  """What was kept; None where there is nothing, or no whole file, which is then written again."""
   try:
     return Compiled(**json.loads(gzip.decompress(path.read_bytes())))
   except (OSError, EOFError, zlib.error, ValueError, TypeError):
@@ -106,7 +119,8 @@ def _write(path: pathlib.Path, made: Compiled) -> None:
     part.write_bytes(gzip.compress(json.dumps(dataclasses.asdict(made)).encode()))
     part.replace(path)
   except OSError:
-    part.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+      part.unlink()
 
 
 def _devices(program: Program) -> int:

@@ -1,4 +1,4 @@
-"""Floating-point operations of a program, counted over its jaxpr: products alone, loops as they run.
+"""Floating-point operations of a program, over its jaxpr: products alone, loops as they run.
 
 The rest (norms, softmax, rotation) is bound by memory and counted there. All devices together.
 """
@@ -10,8 +10,8 @@ from typing import Any, Iterator, Mapping
 
 import jax.extend.core
 
-# Causal attention in one kernel: half of its two products forward, of five backward.
-_ATTENTION = {"dot_product_attention_fwd": 2 / 2, "dot_product_attention_bwd": 5 / 2}
+# Attention in one kernel: two products forward, five backward; half of each if it is causal.
+_ATTENTION = {"dot_product_attention_fwd": 2, "dot_product_attention_bwd": 5}
 
 
 def count(jaxpr: Any, trips: Mapping[str, int]) -> float:
@@ -25,9 +25,10 @@ def _equation(e: Any, trips: Mapping[str, int]) -> float:
     (left, _), _ = e.params["dimension_numbers"]
     contracted = math.prod(e.invars[0].aval.shape[a] for a in left)
     return 2.0 * math.prod(e.outvars[0].aval.shape) * contracted
-  if (share := _ATTENTION.get(name.removesuffix("_wrapper"))) is not None:
+  if (products := _ATTENTION.get(name.removesuffix("_wrapper"))) is not None:
     batch, queries, heads, size = e.invars[0].aval.shape
-    return share * 2.0 * batch * heads * queries * e.invars[1].aval.shape[1] * size
+    whole = products * 2.0 * batch * heads * queries * e.invars[1].aval.shape[1] * size
+    return whole / 2 if "CAUSAL" in str(e.params["mask_type"]) else whole
   if name == "cond":
     return max(count(branch, trips) for branch in e.params["branches"])
   inside = sum((count(j, trips) for j in _inner(e.params)), 0.0)
@@ -42,7 +43,8 @@ def _repeats(e: Any, trips: Mapping[str, int]) -> int:
   if name == "shard_map":
     return math.prod(e.params["mesh"].shape[a] for a in e.params["newly_manual_axes"])
   if name == "pallas_call":
-    return math.prod(e.params["grid_mapping"].grid) // 2  # causal: half of the blocks are skipped
+    grid = e.params["grid_mapping"].grid  # ends in blocks of keys; those behind a query are skipped
+    return math.prod(grid) * (grid[-1] + 1) // (2 * grid[-1])
   if name == "while":
     scope = str(e.source_info.name_stack).rpartition("/")[2]
     return trips[scope] if scope in trips else 1

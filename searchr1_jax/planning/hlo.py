@@ -92,7 +92,8 @@ def traffic(text: str, trips: Mapping[str, int], devices: int, host_devices: int
   """What one run of a program moves.
 
   `trips`: how often a loop runs, by the scope that it stands in; one that is not named there and
-  whose length the text does not say counts once. `devices`: of the program; `host_devices`: of each host.
+  whose length the text does not say counts once. `devices`: of the program; `host_devices`: of each
+  host.
   """
   computations, entry = parse(text)
   return _Counter(computations, trips, devices, host_devices).computation(entry)
@@ -201,8 +202,10 @@ class _Counter:
     link = share * {"all-gather": made, "all-reduce": 2 * given}.get(kind, given)
     if kind in ("collective-permute", "collective-broadcast"):
       link = float(given)
-    across = any(len({device // self._host_devices for device in g}) > 1 for g in groups)
-    return Traffic(memory=float(given + made), link=link, network=link if across else 0.0)
+    hosts = max(len({device // self._host_devices for device in g}) for g in groups)
+    # A ring enters a host once, and all of its members there share the way in.
+    network = link * hosts / len(groups[0]) if hosts > 1 else 0.0
+    return Traffic(memory=float(given + made), link=link, network=network)
 
   def _fusion(self, i: Instruction, inside: Computation) -> Traffic:
     """What it reads and writes: of an operand of which it takes slices, those alone."""
@@ -278,13 +281,32 @@ def _dot_flops(i: Instruction, inside: Computation) -> float:
 
 
 def _groups(rest: str, devices: int) -> list[list[int]]:
-  """Who talks to whom: lists of devices, spelt out or as `[2,4]<=[4,2]T(1,0)`."""
-  spelt = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", rest)
-  if spelt:
-    return [_numbers(g) for g in re.findall(r"\{([\d,]+)\}", spelt[1])]
-  short = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
-  if not short:
+  """Who talks to whom, as lists of devices. The text says it in one of three ways:
+  `{{0,1},{2,3}}`, `[2,2]<=[4]`, or `mesh['a'=2,'b'=2], device_ids=([4]) {'b'}`, the axes in a group."""
+  found = re.search(r"(?:replica_groups|source_target_pairs)=(\{\{[\d,{}]*\}\}|\{\}|\[.*?\]<=\S+|"
+                    r"mesh\[.*?\].*? ?\{[^}]*\})", rest)
+  if not found or found[1] == "{}":
+    if "replica_groups=" in rest and not found:
+      raise ValueError(f"devices of a collective are written in an unknown way: {rest[:200]}")
     return [list(range(devices))]
-  shape, source = _numbers(short[1]), _numbers(short[2])
-  order = _numbers(short[3]) if short[3] else range(len(source))
-  return np.arange(devices).reshape(source).transpose(order).reshape(shape).tolist()
+  text = found[1]
+  if text.startswith("{"):
+    return [_numbers(g) for g in re.findall(r"\{([\d,]+)\}", text)]
+  if text.startswith("["):
+    shape = _numbers(re.match(r"\[([\d,]+)\]", text)[1])
+    return _order(text.partition("<=")[2]).reshape(shape).tolist()
+  sizes = dict(re.findall(r"'(\w+)'=(\d+)", text))
+  axes, chosen = list(sizes), re.findall(r"'(\w+)'(?!=)", text)
+  ids = re.search(r"device_ids=\((\[.*?)\) ?\{", text)
+  count = math.prod(map(int, sizes.values()))
+  mesh = (_order(ids[1]) if ids else np.arange(count)).reshape(*map(int, sizes.values()))
+  others = [a for a in axes if a not in chosen]
+  together = math.prod(int(sizes[a]) for a in chosen)
+  return mesh.transpose([axes.index(a) for a in others + chosen]).reshape(-1, together).tolist()
+
+
+def _order(text: str) -> np.ndarray:
+  """The devices that `[2,4]T(1,0)` lists: 0, 1, … as an array of these sizes, its axes turned."""
+  sizes, turned = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text).groups()
+  ids = np.arange(math.prod(_numbers(sizes))).reshape(_numbers(sizes))
+  return (ids.transpose(_numbers(turned)) if turned else ids).reshape(-1)

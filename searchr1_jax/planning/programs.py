@@ -27,6 +27,7 @@ from searchr1_jax.text import actions
 from searchr1_jax.types import Targets, TokenBatch
 
 OCCUPANCY = 0.9  # share of the seats' steps that write a token (measured: LOG.md)
+LONGEST = 2.0  # what the longest episode of a batch writes, in means: no rollout ends before it
 PADDING = 0.15  # share of the positions of update batches that hold none
 
 
@@ -41,9 +42,14 @@ class Load:
 
   def within(self, rules: ml_collections.ConfigDict) -> Load:
     """The same as far as the rules of a config's episodes allow it."""
-    return Load(min(self.prompt, rules.max_episode_tokens // 2),
-                float(min(self.searches, rules.max_turns)), min(self.turn, rules.max_turn_tokens),
-                min(self.observation, rules.max_observation_tokens))
+    found = Load(max(1, min(self.prompt, rules.max_episode_tokens // 2)),
+                 float(min(self.searches, rules.max_turns)), min(self.turn, rules.max_turn_tokens),
+                 min(self.observation, rules.max_observation_tokens))
+    share = (rules.max_episode_tokens - found.prompt) / (found.length - found.prompt)
+    if share >= 1:
+      return found
+    cut = lambda tokens: max(1, int(share * tokens))
+    return dataclasses.replace(found, turn=cut(found.turn), observation=cut(found.observation))
 
   @property
   def written(self) -> float:
@@ -104,7 +110,7 @@ class Step:
     self._policy, self._value = start(base), start(critic) if self._learning.needs_value else None
     self._base, self._value_base = base, critic
     self._laid = self._lay_out_shapes()
-    self._row_state, self._desks = self._rollout_shapes()
+    self._row_state = self._rows()
 
   # --- what is resident
 
@@ -112,7 +118,8 @@ class Step:
   def residents(self) -> Mapping[str, Any]:
     """Everything that lives longer than a call, by name; phases name what they find alive."""
     found = {"base": self._base, "reference": self._reference, "laid out": self._laid,
-             "rows": self._row_state, "desk": self._desks[-1], "gradient": self._base,
+             "rows": self._row_state, "gradient": self._base,
+             "desk": self._desk(self._engine.seats[-1], self._engine.slots),
              "batches": [self._batch(*self._main_batch)] * math.ceil(self._batch_count)}
     if self._learning.base_is_reference:
       del found["base"]  # they are the same arrays
@@ -202,7 +209,8 @@ class Step:
     s, load = self._engine, self.load
     width = slots.at_least(s.widths, min(load.length, s.slots))
     steps = max(1, min(s.tokens, round(load.turn * slots.STOPPED_SHARE)))
-    written = self.episodes / self._groups * load.written / s.seats[-1] / OCCUPANCY
+    written = max(self.episodes / self._groups * load.written / s.seats[-1] / OCCUPANCY,
+                  LONGEST * load.written)
     wanted = {(s.seats[-1], width), (s.seats[-1], s.widths[-1])}
     every = [(n, w) for n in s.seats for w in s.widths]
     cut = 31 if self._c.rollout.top_p < 1 or self._c.rollout.top_k else 0
@@ -241,23 +249,21 @@ class Step:
     c, models = self._c, {"policy": (self._learning.policy_learner, self._policy)}
     if self._value is not None:
       models["value"] = (self._learning.value_learner, self._value)
-    updates = c.algo.updates_per_batch
+    updates, alone = c.algo.updates_per_batch, self._batch_count <= self._minibatches
     for name, (learner, state) in models.items():
       params, gradient = state.params, state.params
-      alone = self._batch_count / updates <= 1
       add = functools.partial(Program, "update")
-      if every_shape or not alone:
-        yield add(f"{name} zeros", learner.zeros, (params,), calls=0 if alone else updates,
-                  makes=("gradient",))
+      yield add(f"{name} zeros", learner.zeros, (params,), calls=0 if alone else updates,
+                makes=("gradient",))
       for at, calls in self._batch_calls(every_shape):
         batch, targets = self._batch(*at), self._targets(*at)
         calls *= c.algo.epochs
-        kinds = {True: None, False: gradient} if every_shape else (
-            {True: None} if alone else {False: gradient})
-        for first, sums in kinds.items():
-          title = f"{name} gradient {_times(at)}" + (" alone" if first else "")
-          yield add(title, learner.gradient, (params, sums, batch, targets),
-                    calls=calls if first == alone else 0, makes=("gradient",))
+        title = f"{name} gradient {_times(at)}"
+        yield add(title, learner.gradient, (params, gradient, batch, targets),
+                  calls=0 if alone else calls, makes=("gradient",))
+        if every_shape or alone:  # the only batch of its mini-batch has nothing to be added to
+          yield add(f"{title} alone", learner.gradient, (params, None, batch, targets),
+                    calls=calls if alone else 0, makes=("gradient",))
       yield add(f"{name} step", learner.apply, (state, gradient, _scalar(jnp.float32)),
                 calls=updates, fetches=(f"{name} moments",))
 
@@ -291,20 +297,20 @@ class Step:
     """Parts of the mesh that roll out by themselves: devices, or those that share heads."""
     return self._mesh.size // self._mesh.shape["tensor"]
 
-  def _rollout_shapes(self) -> tuple[sampler.RowState, list[decoder.Cache]]:
-    """The rows' state, and a desk of each width with all seats, on the devices of a process."""
-    s, n = self._engine, self._here.shape["data"]
-    heads = sharding.rollout_rows(self._here, self._shape.kv_heads)
-    rows = sharding.rollout_rows(self._here)
+  def _rows(self) -> sampler.RowState:
+    """The rows' state, on the devices of a process."""
+    s, n, place = self._engine, self._here.shape["data"], sharding.rollout_rows(self._here)
     state = jax.eval_shape(lambda: sampler.new_rows(self._shape, n * s.rows, s.slots, self._dtype))
-    put = lambda tree: jax.tree.map(lambda x: _at(x, heads), tree)
-    return sampler.RowState(put(state.cache), _at(state.hidden_BD, rows),
-                            _at(state.prompt_BD, rows)), [
-        put(self._desk(s.seats[-1], w)) for w in s.widths]
+    return sampler.RowState(self._by_head(state.cache), _at(state.hidden_BD, place),
+                            _at(state.prompt_BD, place))
 
   def _desk(self, seats: int, width: int) -> decoder.Cache:
-    return jax.eval_shape(lambda: decoder.empty_cache(
-        self._shape, self._here.shape["data"] * seats, width, self._dtype))
+    return self._by_head(jax.eval_shape(lambda: decoder.empty_cache(
+        self._shape, self._here.shape["data"] * seats, width, self._dtype)))
+
+  def _by_head(self, cache: decoder.Cache) -> decoder.Cache:
+    place = sharding.rollout_rows(self._here, self._shape.kv_heads)
+    return jax.tree.map(lambda x: _at(x, place), cache)
 
   def _inserts(self, rows: int, chunk: int) -> sampler.Inserts:
     n = self._here.shape["data"] * rows
@@ -314,8 +320,6 @@ class Step:
   def _decode_args(self, seats: int, width: int) -> tuple:
     groups = self._here.shape["data"]
     n, everywhere = groups * seats, NamedSharding(self._here, PartitionSpec())
-    heads = sharding.rollout_rows(self._here, self._shape.kv_heads)
-    desk = jax.tree.map(lambda x: _at(x, heads), self._desk(seats, width))
     seated = sampler.Seats(*(_ints(n) for _ in range(4)), jax.ShapeDtypeStruct((n, 2), jnp.uint32),
                            _ints(n), _ints(groups))
     # The automaton's states depend on the tags alone.
@@ -326,7 +330,7 @@ class Step:
              jax.eval_shape(lambda: jax.random.key(0)),
              jax.eval_shape(lambda: draw.sampling(1.0)))
     fixed = jax.tree.map(lambda x: _at(x, everywhere), fixed)
-    return self._laid, self._row_state, desk, seated, *fixed, _scalar(jnp.int32)
+    return self._laid, self._row_state, self._desk(seats, width), seated, *fixed, _scalar(jnp.int32)
 
   # --- update batches
 
@@ -339,10 +343,14 @@ class Step:
 
   @property
   def _batch_count(self) -> float:
-    """Batches of a rollout, padding included."""
+    """Batches of a rollout, padding included; a mini-batch has at least one."""
     rows, length, _ = self._main_batch
-    tokens = self.episodes * min(self.load.length, self._c.episode.max_episode_tokens)
-    return tokens / (1 - PADDING) / (rows * length)
+    tokens = self.episodes * self.load.length
+    return max(tokens / (1 - PADDING) / (rows * length), self._minibatches)
+
+  @property
+  def _minibatches(self) -> int:
+    return self._c.algo.updates_per_batch // self._c.algo.epochs
 
   def _batch_calls(self, every_shape: bool) -> list[tuple[tuple[int, int, int], float]]:
     largest = max(self._batches.all(), key=lambda at: (at[0] * at[1], at[1], at[2]))

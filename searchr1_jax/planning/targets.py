@@ -1,7 +1,8 @@
 """Machines that programs can be compiled for from anywhere: what they hold, how fast they are.
 
 Sizes and speeds are the vendors' published ones, dense bfloat16, for one chip:
-NVIDIA's H100 SXM, H200 SXM and A100 SXM 80 GB data sheets; Google Cloud's pages of TPU v5e, v5p, v6e.
+NVIDIA's data sheets of H100 SXM, H200 SXM and A100 SXM 80 GB; Google Cloud's pages of TPU v5e, v5p
+and v6e.
 """
 
 from __future__ import annotations
@@ -47,9 +48,11 @@ class Target:
 H100 = Chip("H100", 84929347584, 989.4e12, 3.352e12, 450e9, 50e9)
 H200 = Chip("H200", 150754820096, 989.4e12, 4.8e12, 450e9, 50e9)
 A100 = Chip("A100", 85094825984, 312e12, 2.039e12, 300e9, 25e9)
-V5E = Chip("TPU v5e", 16 * 2**30, 197e12, 819e9, 200e9, 200e9)
-V5P = Chip("TPU v5p", 95 * 2**30, 459e12, 2.765e12, 600e9, 600e9)
-V6E = Chip("TPU v6e", 32 * 2**30, 918e12, 1.64e12, 448e9, 448e9)
+# Slices as small as these close no ring: of a chip's links to its torus the corners use two, of the
+# four (v5e, v6e) or six (v5p) that the pages add up.
+V5E = Chip("TPU v5e", 16 * 2**30, 197e12, 819e9, 100e9, 100e9)
+V5P = Chip("TPU v5p", 95 * 2**30, 459e12, 2.765e12, 200e9, 200e9)
+V6E = Chip("TPU v6e", 32 * 2**30, 918e12, 1.64e12, 224e9, 224e9)
 
 _TARGETS = (
     Target("h100x1", H100, 1, 1, "cuda", "1x1x1"),

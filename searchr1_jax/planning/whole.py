@@ -1,9 +1,11 @@
-"""From the costs of programs to the whole: memory in each phase, seconds of a step, hours of a run."""
+"""From the costs of programs to the whole: memory of each phase, seconds of a step, hours of a run."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Mapping, Sequence
+from typing import Callable, Mapping, Sequence
+
+import ml_collections
 
 from searchr1_jax.planning import costs
 from searchr1_jax.planning.programs import PHASES, Program, Step
@@ -11,17 +13,20 @@ from searchr1_jax.planning.targets import Target
 
 SPARE = 0.1  # share of the memory that stays free: the runtime, NCCL's buffers, gaps between arrays
 
-# What to turn where a phase does not fit, dearest last.
-REMEDIES: Mapping[str, tuple[str, ...]] = {
-    "begin": ("a larger mesh.fsdp", "optimizer.moments_memory=pinned_host"),
-    "lay out": ("a larger mesh.tensor", "optimizer.moments_memory=pinned_host"),
-    "rollout": ("smaller rollout.rows and rollout.seats (or rollout.cache_gib)",
-                "a larger mesh.tensor", "optimizer.moments_memory=pinned_host"),
-    "score": ("smaller batch.tokens and model.logits_tokens",
-              "model.reference_memory=pinned_host"),
-    "update": ("model.remat=full", "smaller batch.tokens and model.logits_tokens",
-               "a larger mesh.fsdp", "optimizer.moments_memory=pinned_host"),
-}
+# What can be turned, the cheapest first: in which phases it helps, and where it is not done yet.
+_ALL = tuple(PHASES)
+REMEDIES: tuple[tuple[str, tuple[str, ...], Callable[[ml_collections.ConfigDict], bool]], ...] = (
+    ("model.remat=full", ("update",), lambda c: c.model.remat != "full"),
+    ("smaller batch.tokens or model.logits_tokens", ("score", "update"), lambda c: True),
+    ("smaller rollout.rows and rollout.seats, or rollout.cache_gib", ("rollout",), lambda c: True),
+    ("a larger mesh.tensor in place of mesh.fsdp", ("lay out", "rollout"),
+     lambda c: c.mesh.fsdp > 1),
+    ("optimizer.moments_memory=pinned_host", _ALL,
+     lambda c: c.optimizer.moments_memory == "device"),
+    ("model.reference_memory=pinned_host", _ALL,
+     lambda c: bool(c.algo.kl_coef) and c.model.reference_memory == "device"),
+    ("more devices, by mesh.fsdp", _ALL, lambda c: True),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,13 +83,16 @@ class Plan:
     spent = sum(line.parts["collectives"] * line.program.calls for line in self.lines)
     return spent / self.step_seconds if self.step_seconds else 0.0
 
-  def advice(self) -> str:
-    """What to change where it does not fit."""
-    phase = max(self.peaks, key=lambda p: self.peaks[p])
+  def advice(self, c: ml_collections.ConfigDict) -> str:
+    """What is too large, and what to change of a config where it does not fit."""
+    over = {p: n for p, n in self.peaks.items() if n > (1 - SPARE) * self.target.chip.memory}
+    phase = max(over, key=lambda p: over[p])
     alive = sorted((n for n in PHASES[phase] if n in self.residents),
                    key=lambda n: -self.residents[n])
     most = ", ".join(f"{n} {self.residents[n] / 2**30:.1f}" for n in alive[:3])
-    return f"{phase} is the fullest (GiB: {most}): try {'; or '.join(REMEDIES[phase])}"
+    told = "; ".join(f"{p} {n / 2**30:.1f} GiB" for p, n in over.items())
+    found = [what for what, phases, free in REMEDIES if phase in phases and free(c)]
+    return f"{told}. Largest in {phase}: {most}. Try {'; or '.join(found)}"
 
 
 def plan(step: Step, target: Target, lines: Sequence[Line]) -> Plan:

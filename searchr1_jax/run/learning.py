@@ -55,8 +55,8 @@ class Learning:
     self.policy_learner = update.Learner(policy_objective, self.optimizer, **where)
     self.value_learner = update.Learner(value_objective, self.optimizer, **where)
     dtype, memory = jnp.dtype(c.model.dtype), c.model.reference_memory
-    self.has_reference, self.base_is_reference = (
-        bool(c.algo.kl_coef), (dtype, memory) == (jnp.float32, "device"))
+    self.has_reference = bool(c.algo.kl_coef)
+    self.base_is_reference = self.has_reference and (dtype, memory) == (jnp.float32, "device")
     self.to_reference = jax.jit(lambda base: sharding.to_memory(
         mesh, jax.tree.map(lambda x: x.astype(dtype), base), memory))
 

@@ -187,6 +187,7 @@ def open_policy(c: ml_collections.ConfigDict) -> Policy:
   folder = weights.local_folder(c.model.path)
   shape, _ = weights.read_config(folder)
   tokenizer = Tokenizer.load(folder)
+  check_lengths(c, shape, str(folder))
   if tokenizer.size > shape.vocab_size:
     raise UserError(f"the tokenizer of {folder} has {tokenizer.size} tokens, its model an output "
                     f"of {shape.vocab_size}; they belong to different models")
@@ -195,9 +196,6 @@ def open_policy(c: ml_collections.ConfigDict) -> Policy:
       max_episode_tokens=c.episode.max_episode_tokens,
       max_observation_tokens=c.episode.max_observation_tokens, top_k=c.episode.top_k,
       max_searches=c.episode.max_searches)
-  if settings.max_episode_tokens > shape.max_positions:
-    raise UserError(f"config.episode.max_episode_tokens is {settings.max_episode_tokens}, "
-                    f"{folder} has positions for {shape.max_positions}; lower it")
   automaton = stops.build_automaton(
       tokenizer.token_bytes, [t.encode() for t in actions.STOP_TAGS], shape.vocab_size)
   return Policy(
@@ -211,6 +209,13 @@ def open_policy(c: ml_collections.ConfigDict) -> Policy:
                   final=c.reward.format_weight, retrieval_bonus=c.reward.retrieval_hit,
                   search_cost=c.reward.search_cost,
                   no_answer_penalty=c.reward.no_answer_penalty))
+
+
+def check_lengths(c: ml_collections.ConfigDict, shape: shapes.DecoderShape, model: str) -> None:
+  """Refuses episodes that are longer than a model can be."""
+  if c.episode.max_episode_tokens > shape.max_positions:
+    raise UserError(f"config.episode.max_episode_tokens is {c.episode.max_episode_tokens}, "
+                    f"{model} has positions for {shape.max_positions}; lower it")
 
 
 def engine_shapes(c: ml_collections.ConfigDict, shape: shapes.DecoderShape) -> slots.EngineShapes:
