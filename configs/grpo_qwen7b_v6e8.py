@@ -19,5 +19,5 @@ def get_config() -> ml_collections.ConfigDict:
   c.mesh.update(fsdp=2, tensor=4)
   # One size of each: a program of unrolled layers takes a TPU's compiler a minute or two.
   c.rollout.update(rows=48, seats=(32,), row_buckets=(8,), chunk_buckets=(512,), widths=(2048,))
-  c.batch.tokens = 32768
+  c.batch.tokens = 16384
   return c
