@@ -1,11 +1,13 @@
 """PPO with Qwen2.5-3B on eight H100: the published recipe, from which the other large configs start.
 
 The questions are the authors' nq_hotpotqa_train (Hugging Face: PeterJinGo/nq_hotpotqa_train), the
-passages the 2018 Wikipedia dump of 21,015,324; SEARCHR1_DATA names the folder that holds both.
+passages the 2018 Wikipedia dump of 21,015,324; SEARCHR1_DATA names the folder that holds both. The
+paper's retriever is E5; `python -m retriever.build` makes indexes of hashed words in memory, which
+is not that yet, and training's own evaluations take 2,048 of the 51,713 test questions.
 
 Reproduces: Search-R1 (arXiv:2503.09516), base model, PPO, on NQ and HotpotQA's training questions.
 Machine: 8 x H100 80 GB, nothing offloaded.
-Expected: mean EM .303 on the seven test sets (paper, table 2).
+Expected: mean EM .303 on the seven test sets with the paper's retriever (paper, table 2).
 Command: python -m searchr1_jax.train --config=configs/ppo_qwen3b.py --workdir=runs/ppo_qwen3b
 """
 

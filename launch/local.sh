@@ -8,5 +8,4 @@
 # another interpreter than `python`; SEARCHR1_TRIES and SEARCHR1_PAUSE are in restart.sh. Ctrl-C or
 # TERM once: the run saves and ends (code 75); the same command goes on.
 
-export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.95}"
 exec "$(dirname "$0")/restart.sh" "${PYTHON:-python}" -m searchr1_jax.train "$@"

@@ -8,7 +8,8 @@ resident in which phase, whether it fits, how long a step takes at the roofline.
 compiles the whole closed list, not just the shapes that are met most and the largest. The mean
 episode is --prompt, --searches, --turn and --observation (tokens). --efficiency is the share of the
 roofline that the estimate counts on. Nothing is downloaded: a hub id's shape is known by its name.
---json prints the table's numbers as one object, on the last line. --fresh compiles again what
+--json prints the table's numbers as one object, on the last line. The exit code is 1 where the
+config does not fit. --fresh compiles again what
 earlier plans have compiled.
 """
 
@@ -18,6 +19,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import sys
 from typing import Any, Iterator, Sequence
 
 from absl import flags
@@ -37,6 +39,7 @@ from searchr1_jax.types import UserError
 # Ids of the families' published tokenizers, where there is no folder to read one from.
 TOKENIZERS = {"qwen2": 151665, "qwen3": 151669, "llama": 128256}
 GIB = 2**30
+DOES_NOT_FIT = 1  # exit code, beside those of run/cli.py
 
 
 def kept_folder() -> pathlib.Path:
@@ -97,7 +100,7 @@ def show(plan: whole.Plan, c: ml_collections.ConfigDict, efficiency: float,
     table.add_column(name, justify="right")
   for line in plan.lines:
     cost = line.cost
-    table.add_row(line.program.name, f"{line.program.calls:.3g}", *(f"{x:.3g}" for x in (
+    table.add_row(line.program.name, f"{line.program.calls:.3g}", *(_plain(x) for x in (
         cost.arguments / GIB, cost.temporaries / GIB, cost.flops / 1e12, cost.memory / 1e9,
         cost.link / 1e9, 1e3 * line.seconds)), line.bound)
   console.print(table)
@@ -113,6 +116,11 @@ def show(plan: whole.Plan, c: ml_collections.ConfigDict, efficiency: float,
     console.print(text, highlight=False, soft_wrap=True)
 
 
+def _plain(x: float) -> str:
+  """Three digits, no powers of ten."""
+  return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}"
+
+
 def _words(plan: whole.Plan, c: ml_collections.ConfigDict, efficiency: float) -> Iterator[str]:
   chip, seconds = plan.target.chip, plan.step_seconds
   if plan.target.platform == "cpu":
@@ -120,15 +128,21 @@ def _words(plan: whole.Plan, c: ml_collections.ConfigDict, efficiency: float) ->
            f"{chip.bandwidth / 1e9:.1f} GB/s of memory")
   elif c.model.dtype == "float32":
     yield "float32 is counted at the speed of bfloat16, which no accelerator reaches with it"
-  yield "one run of each program on one device; of 0 calls are those that are largest, not usual"
-  phases = ", ".join(f"{phase} {s:.3g}" for phase, s in plan.phase_seconds().items())
-  yield (f"a step at the roofline: {seconds:.3g} s ({phases}); collectives alone "
+  yield ("a line of the table is one run of a program on one device; 0 calls: it is compiled for "
+         "its memory, as the largest of its kind or to begin with")
+  load, bounds = plan.load, plan.bounds()
+  yield (f"the mean episode: {load.prompt} tokens of prompt, {load.searches:g} searches of "
+         f"{load.observation}, {load.searches + 1:g} turns of {load.turn}, within what the config "
+         "allows (--prompt, --searches, --observation, --turn)")
+  phases = ", ".join(f"{phase} {s:.1f} by {bounds[phase]}"
+                     for phase, s in plan.phase_seconds().items())
+  yield (f"a step at the roofline: {seconds:.1f} s ({phases}); collectives alone "
          f"{100 * plan.collective_share():.0f} % of it")
   step = seconds / efficiency
-  yield (f"at {100 * efficiency:.0f} % of the roofline: {step:.3g} s a step, "
-         f"{plan.generated_tokens / step:.0f} tokens/s written, {plan.trained_tokens / step:.0f} "
-         f"tokens/s trained, {c.steps * step / 3600:.3g} hours for {c.steps} steps "
-         "(searches that rollouts wait for, evaluations and checkpoints not counted)")
+  yield (f"at {100 * efficiency:.0f} % of the roofline: {step:.0f} s a step, "
+         f"{plan.generated_tokens / step:.0f} tokens/s written on all devices, "
+         f"{plan.trained_tokens / step:.0f} trained, {c.steps * step / 3600:.1f} hours for "
+         f"{c.steps} steps (searches that rollouts wait for, evaluations and checkpoints not counted)")
   if plan.pinned:
     yield (f"pinned memory of a host: {plan.pinned / GIB:.3g} GiB, whose copies to and from the "
            "devices are not counted in the seconds")
@@ -187,6 +201,8 @@ def main(words: Sequence[str]) -> None:
   show(plan, c, values.efficiency, rich.console.Console(width=150))
   if values.json:
     print(json.dumps(summary(plan, c, values.efficiency)))
+  if not plan.fits:
+    sys.exit(DOES_NOT_FIT)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -111,10 +112,16 @@ def test_a_launcher_that_is_stopped_while_it_pauses_starts_nothing(box):
   assert child.returncode == 6 and len(box.said("starts")) == 1
 
 
-def test_local_leaves_the_gpus_memory_to_the_run(box):
-  box.put("python", '#!/usr/bin/env bash\necho "$XLA_PYTHON_CLIENT_MEM_FRACTION"\n')
-  assert box.run(LAUNCH / "local.sh").stdout == "0.95\n"
-  assert box.run(LAUNCH / "local.sh", XLA_PYTHON_CLIENT_MEM_FRACTION="0.5").stdout == "0.5\n"
+@pytest.mark.parametrize("given, wanted", [(None, "0.95"), ("0.5", "0.5")])
+def test_a_program_takes_the_gpus_memory_that_plans_count_on(monkeypatch, given, wanted):
+  """JAX's own default would be three quarters, which a config that fits may exceed."""
+  name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+  monkeypatch.setenv(name, given or "")
+  if not given:
+    monkeypatch.delenv(name)
+  monkeypatch.setattr(sys, "argv", ["program"])
+  cli.run_program(lambda words: None)
+  assert os.environ[name] == wanted
 
 
 JOBSET = {"SEARCHR1_COORDINATOR": "searchr1-node-0-0.searchr1", "SEARCHR1_PROCESSES": "2"}

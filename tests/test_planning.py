@@ -319,11 +319,15 @@ def test_what_does_not_fit_says_what_is_there_and_what_to_turn():
   small = dataclasses.replace(targets.TARGETS["h100x8"],
                               chip=dataclasses.replace(targets.H100, memory=1000))
   found = whole.Plan(small, [], {"policy": 2**30, "rows": 5 * 2**30}, 0,
-                     {"rollout": 6 * 2**30, "update": 2**30}, 1.0, 1.0)
+                     {"rollout": 6 * 2**30, "update": 2**30}, 1.0, 1.0, programs.Load())
   assert not found.fits
   c = base.get_config()
   told = found.advice(c)
-  assert re.search(r"rollout 6\.0 GiB; update 1\.0 GiB.*rows 5\.0, policy 1\.0.*rollout\.rows", told)
+  assert re.search(r"rollout 6\.0 GiB; update 1\.0 GiB; 6\.0 GiB too much.*rows 5\.0, policy 1",
+                   told)
+  assert "cache_gib" not in told  # the rows together are less than what is too much
+  roomier = dataclasses.replace(small, chip=dataclasses.replace(targets.H100, memory=4 * 2**30))
+  assert "Try rollout.cache_gib=3;" in dataclasses.replace(found, target=roomier).advice(c)
   assert "pinned_host" in told and "mesh.tensor" not in told  # one device has no heads to split
   c.optimizer.moments_memory, c.algo.kl_coef = "pinned_host", 0.0
   assert "pinned_host" not in found.advice(c)  # done, and there is no reference

@@ -282,7 +282,8 @@ def _dot_flops(i: Instruction, inside: Computation) -> float:
 
 def _groups(rest: str, devices: int) -> list[list[int]]:
   """Who talks to whom, as lists of devices. The text says it in one of three ways:
-  `{{0,1},{2,3}}`, `[2,2]<=[4]`, or `mesh['a'=2,'b'=2], device_ids=([4]) {'b'}`, the axes in a group."""
+  `{{0,1},{2,3}}`, `[2,2]<=[4]`, or by the axes in a group: `mesh['a'=2,'b'=2], device_ids=([4]) {'b'}`.
+  """
   found = re.search(r"(?:replica_groups|source_target_pairs)=(\{\{[\d,{}]*\}\}|\{\}|\[.*?\]<=\S+|"
                     r"mesh\[.*?\].*? ?\{[^}]*\})", rest)
   if not found or found[1] == "{}":

@@ -1,4 +1,4 @@
-"""From the costs of programs to the whole: memory of each phase, seconds of a step, hours of a run."""
+"""From the costs of programs to the whole: memory of each phase, seconds of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Callable, Mapping, Sequence
 import ml_collections
 
 from searchr1_jax.planning import costs
-from searchr1_jax.planning.programs import PHASES, Program, Step
+from searchr1_jax.planning.programs import PHASES, Load, Program, Step
 from searchr1_jax.planning.targets import Target
 
 SPARE = 0.1  # share of the memory that stays free: the runtime, NCCL's buffers, gaps between arrays
@@ -18,14 +18,13 @@ _ALL = tuple(PHASES)
 REMEDIES: tuple[tuple[str, tuple[str, ...], Callable[[ml_collections.ConfigDict], bool]], ...] = (
     ("model.remat=full", ("update",), lambda c: c.model.remat != "full"),
     ("smaller batch.tokens or model.logits_tokens", ("score", "update"), lambda c: True),
-    ("smaller rollout.rows and rollout.seats, or rollout.cache_gib", ("rollout",), lambda c: True),
     ("a larger mesh.tensor in place of mesh.fsdp", ("lay out", "rollout"),
      lambda c: c.mesh.fsdp > 1),
     ("optimizer.moments_memory=pinned_host", _ALL,
      lambda c: c.optimizer.moments_memory == "device"),
     ("model.reference_memory=pinned_host", _ALL,
      lambda c: bool(c.algo.kl_coef) and c.model.reference_memory == "device"),
-    ("more devices, by mesh.fsdp", _ALL, lambda c: True),
+    ("a machine with more devices or memory", _ALL, lambda c: True),
 )
 
 
@@ -57,6 +56,7 @@ class Plan:
   peaks: Mapping[str, int]
   generated_tokens: float
   trained_tokens: float
+  load: Load
 
   @property
   def peak(self) -> int:
@@ -65,6 +65,14 @@ class Plan:
   @property
   def fits(self) -> bool:
     return self.peak <= (1 - SPARE) * self.target.chip.memory
+
+  def bounds(self) -> dict[str, str]:
+    """What bounds most of each phase's seconds."""
+    spent: dict[str, dict[str, float]] = {}
+    for line in self.lines:
+      of = spent.setdefault(line.program.phase, {})
+      of[line.bound] = of.get(line.bound, 0.0) + line.seconds * line.program.calls
+    return {phase: max(of, key=lambda part: of[part]) for phase, of in spent.items()}
 
   def phase_seconds(self) -> dict[str, float]:
     """At the roofline, each phase's programs one after another."""
@@ -92,7 +100,12 @@ class Plan:
     most = ", ".join(f"{n} {self.residents[n] / 2**30:.1f}" for n in alive[:3])
     told = "; ".join(f"{p} {n / 2**30:.1f} GiB" for p, n in over.items())
     found = [what for what, phases, free in REMEDIES if phase in phases and free(c)]
-    return f"{told}. Largest in {phase}: {most}. Try {'; or '.join(found)}"
+    excess = over[phase] - (1 - SPARE) * self.target.chip.memory
+    left = self.residents.get("rows", 0) + self.residents.get("desk", 0) - excess
+    if phase == "rollout" and left >= 2**30:
+      found.insert(0, f"rollout.cache_gib={left / 2**30:.0f}")
+    return (f"{told}; {excess / 2**30:.1f} GiB too much. Largest in {phase}: {most}. Try "
+            f"{'; or '.join(found)}")
 
 
 def plan(step: Step, target: Target, lines: Sequence[Line]) -> Plan:
@@ -111,4 +124,4 @@ def plan(step: Step, target: Target, lines: Sequence[Line]) -> Plan:
     most = max((beside(line) for line in lines if line.program.phase == phase), default=0)
     peaks[phase] = sum(on_device.get(n, 0) for n in names) + most
   return Plan(target, lines, on_device, sum(waiting.values()) * target.host_chips, peaks,
-              step.episodes * step.load.written, step.episodes * step.load.length)
+              step.episodes * step.load.written, step.episodes * step.load.length, step.load)
