@@ -23,7 +23,6 @@ import sys
 from typing import Any, Iterator, Sequence
 
 from absl import flags
-import jax
 import ml_collections
 import rich.console
 import rich.progress
@@ -31,7 +30,8 @@ import rich.table
 
 from searchr1_jax.model import shapes, weights
 from searchr1_jax.planning import costs, targets, whole
-from searchr1_jax.planning.programs import Load, Step
+from searchr1_jax.planning.programs import Step
+from searchr1_jax.planning.workload import Load
 from searchr1_jax.run import cli, setup
 from searchr1_jax.text.tokenizer import Tokenizer
 from searchr1_jax.types import UserError

@@ -50,6 +50,7 @@ FLOORS = {
     "searchr1_jax.run.learning": 5.4,
 
     "searchr1_jax.planning.hlo": 1, "searchr1_jax.planning.flops": 1,
+    "searchr1_jax.planning.workload": 1.2,
     "searchr1_jax.planning.targets": 2, "searchr1_jax.planning.programs": 5.5,
     "searchr1_jax.planning.costs": 5.6, "searchr1_jax.planning.whole": 5.7,
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import pathlib
 import re
 import subprocess
 import sys
@@ -14,8 +13,8 @@ import pytest
 import tiny_runs
 
 from benchmarks import plans
-from searchr1_jax import plan
-from searchr1_jax.planning import costs, programs, targets
+
+from searchr1_jax.planning import programs, targets
 from searchr1_jax.types import UserError
 
 ROOT = tiny_runs.ROOT
@@ -57,9 +56,9 @@ print("resident", sum(map(on_one, jax.live_arrays())))
 import sys; sys.path.insert(0, "tests")
 import json, tiny_runs
 from searchr1_jax import plan
-from searchr1_jax.planning import costs, programs, targets
+from searchr1_jax.planning import costs, programs, targets, workload
 from test_plan import fingerprint
-step = plan.open_step({config}, targets.find("cpu"), programs.Load())
+step = plan.open_step({config}, targets.find("cpu"), workload.Load())
 resident = sum(costs.resident(tree) for name, tree in step.residents.items()
                if name in programs.PHASES["begin"])
 print(json.dumps([resident] + [fingerprint(costs.lower(p)[0].as_text())
@@ -84,11 +83,10 @@ def test_a_program_takes_the_memory_that_its_plan_says(run_python):
   """33 M parameters on the CPU: what the process holds at most while each program runs."""
   run_python("""
 import sys; sys.path.insert(0, "tests")
-import pathlib
 import jax, jax.numpy as jnp, numpy as np
 import tiny_models, tiny_runs
 import dataclasses
-from searchr1_jax.planning import costs, programs
+from searchr1_jax.planning import costs, programs, workload
 from searchr1_jax.run import setup
 from searchr1_jax.model.shapes import count_parameters
 
@@ -104,7 +102,7 @@ def real(x):
 c = tiny_runs.config("nowhere", "grpo", batch__lengths=(192,), batch__tokens=4 * 192)
 shape = dataclasses.replace(tiny_models.random_shape("qwen2", 0), vocab_size=32768, width=512,
                             mlp_width=1536, layers=6, tied_embeddings=True)
-step = programs.Step(c, shape, 32000, setup.mesh(c), programs.Load())
+step = programs.Step(c, shape, 32000, setup.mesh(c), workload.Load())
 checked = 0
 for p in step.programs(False):
   if not p.name.startswith(("log-probs", "policy gradient", "policy step")):

@@ -7,14 +7,14 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import tiny_models as tiny
 
 from configs import base
-from searchr1_jax.algo import update
-from searchr1_jax.model import decoder, sharding, shapes
-from searchr1_jax.planning import costs, flops, hlo, programs, targets, whole
+from searchr1_jax.algo import collate, update
+from searchr1_jax.model import decoder, shapes
+from searchr1_jax.planning import costs, flops, hlo, programs, targets, whole, workload
+from searchr1_jax.rollout import slots
 from searchr1_jax.types import TokenBatch, UserError
 
 
@@ -241,11 +241,11 @@ def test_on_a_mesh_each_device_does_its_share_of_the_flops(run_python):
 import sys; sys.path.insert(0, "tests")
 import jax, tiny_runs, pathlib, tempfile
 from searchr1_jax import plan
-from searchr1_jax.planning import costs, hlo, programs, targets
+from searchr1_jax.planning import costs, hlo, targets, workload
 world = tiny_runs.world(pathlib.Path(tempfile.mkdtemp()))
 c = tiny_runs.config(world, "grpo", mesh__fsdp=4, mesh__data=2, batch__tokens=16 * 192,
                      rollout__rows=8, rollout__seats=(8,), rollout__row_buckets=(8,))
-step = plan.open_step(c, targets.find("cpu"), programs.Load())
+step = plan.open_step(c, targets.find("cpu"), workload.Load())
 for p in step.programs(False):
   if p.name.startswith(("log-probs", "policy gradient", "prefill", "decode")):
     lowered, total = costs.lower(p)
@@ -290,7 +290,7 @@ def test_a_plan_adds_calls_up_and_takes_the_fullest_moment():
                  "rows": jax.ShapeDtypeStruct((50,), jnp.float32, sharding=HERE),
                  "policy moments": jax.ShapeDtypeStruct((50,), jnp.float32, sharding=HERE)}
     pinned = frozenset(["policy moments"])
-    episodes, load = 2, programs.Load()
+    episodes, load = 2, workload.Load()
 
   lines = [line("decode", "rollout", 3.0, {"compute": 1.0, "memory": 2.0, "collectives": 0.5}, 40),
            line("step", "update", 2.0, {"compute": 4.0, "memory": 1.0, "collectives": 1.0}, 10,
@@ -308,18 +308,18 @@ HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 def test_a_load_stays_within_the_rules_of_the_episodes():
   rules = base.get_config().episode
-  assert programs.Load().within(rules) == programs.Load()
-  most = programs.Load(10**6, 9.0, 10**6, 10**6).within(rules)
+  assert workload.Load().within(rules) == workload.Load()
+  most = workload.Load(10**6, 9.0, 10**6, 10**6).within(rules)
   assert (most.prompt, most.searches) == (2048, 4.0) and most.length <= 4096
   rules.max_episode_tokens = 1
-  assert programs.Load().within(rules).prompt == 1
+  assert workload.Load().within(rules).prompt == 1
 
 
 def test_what_does_not_fit_says_what_is_there_and_what_to_turn():
   small = dataclasses.replace(targets.TARGETS["h100x8"],
                               chip=dataclasses.replace(targets.H100, memory=1000))
   found = whole.Plan(small, [], {"policy": 2**30, "rows": 5 * 2**30}, 0,
-                     {"rollout": 6 * 2**30, "update": 2**30}, 1.0, 1.0, programs.Load())
+                     {"rollout": 6 * 2**30, "update": 2**30}, 1.0, 1.0, workload.Load())
   assert not found.fits
   c = base.get_config()
   told = found.advice(c)
@@ -331,3 +331,34 @@ def test_what_does_not_fit_says_what_is_there_and_what_to_turn():
   assert "pinned_host" in told and "mesh.tensor" not in told  # one device has no heads to split
   c.optimizer.moments_memory, c.algo.kl_coef = "pinned_host", 0.0
   assert "pinned_host" not in found.advice(c)  # done, and there is no reference
+
+
+SHAPES = slots.EngineShapes(rows=64, slots=4096, tokens=32, seats=(16, 64), row_buckets=(8, 16),
+                            chunk_buckets=(256, 512), widths=(1024, 2048))
+
+
+def test_prefill_calls_insert_each_prompt_and_what_each_search_brings():
+  """Eight rows a call (an eighth of 64 seats): 32 prompts are 4 calls, 32 · 2 searches are 8."""
+  calls = workload.prefill_calls(workload.Load(), SHAPES, 32.0, 32.0)
+  assert calls == {(8, 256, 1024): 4.0,  # 200 tokens behind nothing
+                   (8, 512, 1024): 4.0,  # 450 behind 300: 750
+                   (8, 512, 2048): 4.0}  # 450 behind 850: 1,300
+  long = workload.prefill_calls(workload.Load(1000, 0.0), SHAPES, 32.0, 8.0)
+  assert long == {(8, 512, 1024): 2.0}  # in two chunks, one prompt a group of four
+
+
+def test_decoding_lasts_as_long_as_its_longest_episode():
+  """A call ends when an eighth of the turns of 100 tokens have: after 12."""
+  load = workload.Load()
+  assert workload.decode_steps(load, SHAPES) == 12
+  many = workload.decode_calls(load, SHAPES, 640.0)
+  assert many == pytest.approx(640 * 300 / 64 / 0.9 / 12)
+  assert workload.decode_calls(load, SHAPES, 1.0) == 2 * 300 / 12
+
+
+def test_every_mini_batch_has_a_batch():
+  shapes_ = collate.BatchShapes((1024, 1536, 4096), 65536, 8)
+  load = workload.Load()
+  assert workload.main_batch(load, shapes_) == (40, 1536, 768)  # 1,400 tokens, 300 of them written
+  assert workload.batch_count(load, shapes_, 512, 2) == pytest.approx(512 * 1400 / .85 / 61440)
+  assert workload.batch_count(load, shapes_, 4, 2) == 2

@@ -8,57 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from typing import Any, Callable, Iterator, Mapping
+from typing import Any, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import ml_collections
-import numpy as np
 
-from searchr1_jax.algo import collate, update
+from searchr1_jax.algo import update
 from searchr1_jax.model import decoder, sharding, value, weights
 from searchr1_jax.model.shapes import DecoderShape
+from searchr1_jax.planning import workload
+from searchr1_jax.planning.workload import Load
 from searchr1_jax.rollout import draw, engine, sampler, slots, stops
 from searchr1_jax.run import setup
 from searchr1_jax.run.learning import Learning
 from searchr1_jax.text import actions
 from searchr1_jax.types import Targets, TokenBatch
-
-OCCUPANCY = 0.9  # share of the seats' steps that write a token (measured: LOG.md)
-LONGEST = 2.0  # what the longest episode of a batch writes, in means: no rollout ends before it
-PADDING = 0.15  # share of the positions of update batches that hold none
-
-
-@dataclasses.dataclass(frozen=True)
-class Load:
-  """The mean episode: tokens of a prompt, searches, tokens of a turn and of an observation."""
-
-  prompt: int = 200
-  searches: float = 2.0
-  turn: int = 100
-  observation: int = 450
-
-  def within(self, rules: ml_collections.ConfigDict) -> Load:
-    """The same as far as the rules of a config's episodes allow it."""
-    found = Load(max(1, min(self.prompt, rules.max_episode_tokens // 2)),
-                 float(min(self.searches, rules.max_turns)), min(self.turn, rules.max_turn_tokens),
-                 min(self.observation, rules.max_observation_tokens))
-    share = (rules.max_episode_tokens - found.prompt) / (found.length - found.prompt)
-    if share >= 1:
-      return found
-    cut = lambda tokens: max(1, int(share * tokens))
-    return dataclasses.replace(found, turn=cut(found.turn), observation=cut(found.observation))
-
-  @property
-  def written(self) -> float:
-    return (self.searches + 1) * self.turn
-
-  @property
-  def length(self) -> float:
-    return self.prompt + self.written + self.searches * self.observation
-
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -169,29 +137,15 @@ class Step:
     yield from self._decodes(every_shape)
 
   def _prefills(self, every_shape: bool) -> Iterator[Program]:
-    s, load = self._engine, self.load
-    prompts = self.episodes / self._c.algo.group_size / self._groups
-    stopped = max(1, s.seats[-1] * slots.STOPPED_SHARE)
-    rows = slots.at_least(s.row_buckets, min(stopped, s.row_buckets[-1]))
-    calls: dict[tuple[int, int, int], float] = {}
-    def add(tokens, behind, rows, count):  # `count` inserts of so many tokens behind others
-      for begin in range(0, max(1, math.ceil(tokens)), s.chunk_buckets[-1]):
-        n = min(tokens - begin, s.chunk_buckets[-1])
-        at = (rows, slots.at_least(s.chunk_buckets, n),
-              slots.at_least(s.widths, min(behind + begin + n, s.slots)))
-        calls[at] = calls.get(at, 0) + count / min(rows, stopped)
-    add(load.prompt, 0, rows, prompts)
-    for turn in range(math.ceil(load.searches)):
-      behind = load.prompt + (turn + 1) * load.turn + turn * load.observation
-      count = min(1, load.searches - turn) * self.episodes / self._groups
-      add(load.observation, behind, rows, count)
+    s, episodes = self._engine, self.episodes / self._groups
+    calls = workload.prefill_calls(self.load, s, episodes, episodes / self._c.algo.group_size)
     largest = (s.row_buckets[-1], s.chunk_buckets[-1], s.widths[-1])
-    every = [(r, chunk, w) for r in s.row_buckets for chunk in s.chunk_buckets for w in s.widths]
+    every = itertools.product(s.row_buckets, s.chunk_buckets, s.widths)
     for at in every if every_shape else sorted({*calls, largest}):
       rows, chunk, width = at
       yield Program("rollout", f"prefill {rows}×{chunk} in {width}", self._jitted.prefill,
                     (self._laid, self._row_state, self._inserts(rows, chunk)),
-                    dict(width=width), calls.get(at, 0))
+                    dict(width=width), calls[at] if at in calls else 0.0)
 
   def _shares(self, every_shape: bool) -> Iterator[Program]:
     s, copies = self._engine, self._c.algo.group_size - 1
@@ -207,19 +161,16 @@ class Step:
 
   def _decodes(self, every_shape: bool) -> Iterator[Program]:
     s, load = self._engine, self.load
-    width = slots.at_least(s.widths, min(load.length, s.slots))
-    steps = max(1, min(s.tokens, round(load.turn * slots.STOPPED_SHARE)))
-    written = max(self.episodes / self._groups * load.written / s.seats[-1] / OCCUPANCY,
-                  LONGEST * load.written)
-    wanted = {(s.seats[-1], width), (s.seats[-1], s.widths[-1])}
-    every = [(n, w) for n in s.seats for w in s.widths]
+    usual = (s.seats[-1], slots.at_least(s.widths, min(math.ceil(load.length), s.slots)))
+    every = itertools.product(s.seats, s.widths)
     cut = 31 if self._c.rollout.top_p < 1 or self._c.rollout.top_k else 0
-    for seats, w in every if every_shape else sorted(wanted):
-      calls = written / steps if (seats, w) == (s.seats[-1], width) else 0
-      trips = dict(write=steps, fetch=max(1, round(seats * slots.STOPPED_SHARE)), keep=seats,
-                   cut=cut)
-      yield Program("rollout", f"decode {seats} in {w}", self._jitted.decode,
-                    self._decode_args(seats, w), calls=calls, trips=trips)
+    for at in every if every_shape else sorted({usual, (s.seats[-1], s.widths[-1])}):
+      seats, width = at
+      calls = workload.decode_calls(load, s, self.episodes / self._groups) if at == usual else 0.0
+      trips = dict(write=workload.decode_steps(load, s), keep=seats, cut=cut,
+                   fetch=max(1, round(seats * slots.STOPPED_SHARE)))
+      yield Program("rollout", f"decode {seats} in {width}", self._jitted.decode,
+                    self._decode_args(seats, width), calls=calls, trips=trips)
 
   def _score(self, every_shape: bool) -> Iterator[Program]:
     learn, policy = self._learning, self._policy.params
@@ -334,19 +285,13 @@ class Step:
 
   # --- update batches
 
-  @functools.cached_property
+  @property
   def _main_batch(self) -> tuple[int, int, int]:
-    """The (rows, length, kept) that mean episodes fill."""
-    length = slots.at_least(self._batches.lengths, min(self.load.length, self._batches.lengths[-1]))
-    half, whole = collate.kept_sizes(length)
-    return self._batches.rows(length)[0], length, half if self.load.written <= half else whole
+    return workload.main_batch(self.load, self._batches)
 
   @property
   def _batch_count(self) -> float:
-    """Batches of a rollout, padding included; a mini-batch has at least one."""
-    rows, length, _ = self._main_batch
-    tokens = self.episodes * self.load.length
-    return max(tokens / (1 - PADDING) / (rows * length), self._minibatches)
+    return workload.batch_count(self.load, self._batches, self.episodes, self._minibatches)
 
   @property
   def _minibatches(self) -> int:

@@ -8,8 +8,9 @@ from typing import Callable, Mapping, Sequence
 import ml_collections
 
 from searchr1_jax.planning import costs
-from searchr1_jax.planning.programs import PHASES, Load, Program, Step
+from searchr1_jax.planning.programs import PHASES, Program, Step
 from searchr1_jax.planning.targets import Target
+from searchr1_jax.planning.workload import Load
 
 SPARE = 0.1  # share of the memory that stays free: the runtime, NCCL's buffers, gaps between arrays
 
