@@ -90,4 +90,4 @@ def main_batch(load: Load, shapes: collate.BatchShapes) -> tuple[int, int, int]:
 def batch_count(load: Load, shapes: collate.BatchShapes, episodes: int, minibatches: int) -> float:
   """Batches of a rollout, padding included; a mini-batch has at least one."""
   rows, length, _ = main_batch(load, shapes)
-  return max(episodes * load.length / (1 - PADDING) / (rows * length), minibatches)
+  return max(episodes * load.length / (1 - PADDING) / (rows * length), float(minibatches))
