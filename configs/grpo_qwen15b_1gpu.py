@@ -1,6 +1,7 @@
 """GRPO with Qwen2.5-1.5B on one GPU of 80 GB, for those with one card.
 
-Reproduces: the method of Search-R1 (arXiv:2503.09516) at a size that one card trains; a batch is a sixteenth of the published one.
+Reproduces: the method of Search-R1 (arXiv:2503.09516) at a size that one card trains.
+  A batch is a sixteenth of the published one, and so are the questions that it trains on.
 Machine: 1 x H100 80 GB (or another GPU of 80 GB), nothing offloaded.
   2.5 hours planned for its 500 steps, at 40 % of the roofline (docs/cost.md).
 Expected: no score published at this size.
