@@ -2,6 +2,7 @@
 
 Reproduces: Search-R1 (arXiv:2503.09516), base model, PPO, on NQ and HotpotQA's training questions.
 Machine: TPU v5p-8 (4 chips), nothing offloaded.
+  31 hours planned for its 500 steps, at 40 % of the roofline (docs/cost.md).
 Expected: mean EM .431 on the seven test sets with the paper's retriever (paper, table 2).
 Command: python -m searchr1_jax.train --config=configs/ppo_qwen7b_v5p8.py --workdir=runs/ppo_qwen7b_v5p8
 """

@@ -83,6 +83,7 @@ def test_a_program_takes_the_memory_that_its_plan_says(run_python):
   """33 M parameters on the CPU: what the process holds at most while each program runs."""
   run_python("""
 import sys; sys.path.insert(0, "tests")
+import pathlib
 import jax, jax.numpy as jnp, numpy as np
 import tiny_models, tiny_runs
 import dataclasses
