@@ -125,7 +125,7 @@ def cached_attention(q_BLHE: Float[Array, "B L H E"], k_BKES: Float[Array, "B K 
   Of one query a row, which reads each key once, no kernel could read less than the plain form.
   """
   if kernel == "cudnn" and q_BLHE.shape[1] > 1:
-    visible_BLS = jnp.arange(v_BKSE.shape[2])[None, None, :] <= positions_BL[:, :, None]
+    visible_BLS = _visible(positions_BL, v_BKSE.shape[2])
     return jax.nn.dot_product_attention(
         q_BLHE, k_BKES.transpose(0, 3, 1, 2), v_BKSE.transpose(0, 2, 1, 3),
         mask=visible_BLS[:, None], implementation="cudnn")
@@ -137,9 +137,14 @@ def by_head(x_BLKE: Float[Array, "B L K E"]) -> Float[Array, "B K L E"]:
   return jnp.swapaxes(x_BLKE, 1, 2)
 
 
+def _visible(positions_BL, slots: int):
+  """Which slots a query sees: those up to its position."""
+  return jnp.arange(slots)[None, None, :] <= positions_BL[:, :, None]
+
+
 def _attend_up_to(attend, q_BLHE, k, v_BKSE, positions_BL):
   """The attention of queries that see the keys up to their positions, `k` as `attend` takes it."""
-  visible_BLS = jnp.arange(v_BKSE.shape[2])[None, None, :] <= positions_BL[:, :, None]
+  visible_BLS = _visible(positions_BL, v_BKSE.shape[2])
   q_BKRLE = _by_head(q_BLHE, v_BKSE.shape[1])
   return _by_position(attend(q_BKRLE, k, v_BKSE, visible_BLS))
 

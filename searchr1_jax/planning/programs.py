@@ -105,8 +105,10 @@ class Step:
 
   @functools.cached_property
   def _reference(self) -> Any:
-    if not self._learning.has_reference or self._learning.base_is_reference:
-      return self._base if self._learning.has_reference else None
+    if not self._learning.has_reference:
+      return None
+    if self._learning.base_is_reference:
+      return self._base
     return self._placed(jax.eval_shape(self._learning.to_reference, self._base),
                         self._c.model.reference_memory)
 

@@ -64,8 +64,13 @@ class Plan:
     return max(self.peaks.values())
 
   @property
+  def limit(self) -> float:
+    """What may be used of a device."""
+    return (1 - SPARE) * self.target.chip.memory
+
+  @property
   def fits(self) -> bool:
-    return self.peak <= (1 - SPARE) * self.target.chip.memory
+    return self.peak <= self.limit
 
   def bounds(self) -> dict[str, str]:
     """What bounds most of each phase's seconds."""
@@ -94,14 +99,14 @@ class Plan:
 
   def advice(self, c: ml_collections.ConfigDict) -> str:
     """What is too large, and what to change of a config where it does not fit."""
-    over = {p: n for p, n in self.peaks.items() if n > (1 - SPARE) * self.target.chip.memory}
+    over = {p: n for p, n in self.peaks.items() if n > self.limit}
     phase = max(over, key=lambda p: over[p])
     alive = sorted((n for n in PHASES[phase] if n in self.residents),
                    key=lambda n: -self.residents[n])
     most = ", ".join(f"{n} {self.residents[n] / 2**30:.1f}" for n in alive[:3])
     told = "; ".join(f"{p} {n / 2**30:.1f} GiB" for p, n in over.items())
     found = [what for what, phases, free in REMEDIES if phase in phases and free(c)]
-    excess = over[phase] - (1 - SPARE) * self.target.chip.memory
+    excess = over[phase] - self.limit
     left = self.residents.get("rows", 0) + self.residents.get("desk", 0) - excess
     if phase == "rollout" and left >= 2**30:
       found.insert(0, f"rollout.cache_gib={left / 2**30:.0f}")
