@@ -188,16 +188,3 @@ def test_every_config_for_accelerators_says_where_it_belongs(name):
   assert c.mesh.data * c.mesh.fsdp * c.mesh.tensor == target.chips
   offloaded = {c.model.reference_memory, c.optimizer.moments_memory} != {"device"}
   assert not offloaded or "14b" in name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PLANNED)
-def test_every_config_fits_its_machine_with_a_tenth_to_spare(name):
-  """Compiled for the machine that it names: the largest shapes of each kind, and the usual ones."""
-  done = run(f"--config=configs/{name}.py", "--json")
-  assert done.returncode == 0, done.stderr
-  found = json.loads(done.stdout.splitlines()[-1])
-  assert found["fits"] and found["peak_gib"] <= 0.9 * found["memory_gib"]
-  docs = (ROOT / "docs" / "cost.md").read_text()
-  row = re.search(rf"`{name}`.*\| *([\d.]+) of", docs)
-  assert float(row[1]) == pytest.approx(found["peak_gib"], rel=0.1)  # the table says the same
