@@ -41,8 +41,11 @@ def get_config() -> ml_collections.ConfigDict:
       questions=512,          # questions a training step
   )
   c.retriever = dict(
-      index="",               # folder made by `python -m retriever.build`
-      engine="index",         # index, or a control: empty (finds nothing), random
+      index="",               # folder made by `python -m retriever.build`, http://host:port of
+                              # `python -m retriever.serve` (replicas: with commas), online:NAME, or
+                              # a mapping as JSON text (retriever/opening.py)
+      engine="index",         # index, or a control: empty (finds nothing), random, noisy
+      noise=0.3,              # noisy: share of queries whose passages are random ones
       record="",              # file to which every search is written, and from which it is repeated
   )
   c.prompt = dict(

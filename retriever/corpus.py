@@ -3,24 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gzip
+import hashlib
 import io
 import json
 import mmap
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import UInt64
 
 from retriever.protocol import CorpusError
 
+if sys.version_info >= (3, 14):
+  from compression import zstd
+else:
+  from backports import zstd
+
 UNPACKED = "corpus.jsonl"
-OFFSETS = "offsets.u64"  # where each line starts, then where the last one ends; little-endian
+OFFSETS = "offsets.u64"  # where each passage's line starts, then the size; little-endian
 MAX_LINE_BYTES = 64 << 20
 WANTED = r'wanted {"id": "0", "contents": "\"Title\"\nText"}'
 FLUSH_ROWS = 65_536
+REASONS = 5  # of bad lines, kept as examples
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+  """What a pass over a corpus found: the text to read (unpacked, if it was packed), how many
+  lines are passages, how many were skipped, and the first few reasons."""
+
+  path: Path
+  rows: int
+  skipped: int = 0
+  reasons: tuple[str, ...] = ()
 
 
 class Corpus:
@@ -50,7 +71,17 @@ class Corpus:
     if path.is_file() and _is_older(path, offsets_path):
       return cls(folder / UNPACKED if is_packed(path) else path, offsets_path)
     folder.mkdir(parents=True, exist_ok=True)
-    return cls(prepare(path, folder), offsets_path)
+    return cls(prepare(path, folder).path, offsets_path)
+
+  def __enter__(self) -> Corpus:
+    return self
+
+  def __exit__(self, *_) -> None:
+    self.close()
+
+  def close(self) -> None:
+    """Lets the file go; rows can't be read any more."""
+    self._bytes.close()
 
   def __len__(self) -> int:
     return len(self._starts) - 1
@@ -58,17 +89,21 @@ class Corpus:
   def __getitem__(self, row: int) -> tuple[str, str]:
     if not 0 <= row < len(self):
       raise IndexError(f"row {row} of a corpus of {len(self)}")
-    line = self._bytes[int(self._starts[row]):int(self._starts[row + 1])]
-    return parse_line(line, f"{self.path}:{row + 1}")
+    start, end = int(self._starts[row]), int(self._starts[row + 1])
+    newline = self._bytes.find(b"\n", start, end)  # what follows it, up to `end`, was skipped
+    line = self._bytes[start:end if newline < 0 else newline]
+    return parse_line(line, f"{self.path}, row {row}")
 
   def __iter__(self) -> Iterator[tuple[str, str]]:
     return (self[row] for row in range(len(self)))
 
 
-def prepare(path: Path, folder: Path, on_bytes: Callable[[int], None] = lambda n: None) -> Path:
-  """Checks every line, writes the offsets and, of a packed corpus, the text; says where it is.
+def prepare(path: Path, folder: Path, on_bytes: Callable[[int], None] = lambda n: None,
+            skip_bad: bool = False) -> Scan:
+  """Checks every line, writes the offsets and, of a packed corpus, the text.
 
-  `on_bytes` hears how much of the file has been read.
+  `on_bytes` hears how much of the file has been read. `skip_bad`: lines that are no passages are
+  counted and left out; else the first one is a CorpusError that names its number.
   """
   packed = is_packed(path)
   target = folder / UNPACKED if packed else path
@@ -76,21 +111,23 @@ def prepare(path: Path, folder: Path, on_bytes: Callable[[int], None] = lambda n
   try:
     with (_open(path) as source, temporary.open("wb") as offsets,
           target.open("wb") if packed else contextlib.nullcontext() as out):
-      text = gzip.GzipFile(fileobj=source) if packed else source
-      _scan(text, path, offsets, out, lambda: on_bytes(source.tell()))
+      scan = _Scan(path, offsets, out, skip_bad)
+      scan.read(_unpacked(source, path), lambda: on_bytes(source.tell()))
+    with Corpus(target, temporary) as corpus:
+      _refuse_twins(corpus, scan.ids())
     temporary.replace(folder / OFFSETS)
-  except (EOFError, gzip.BadGzipFile, zlib.error) as e:
-    raise CorpusError(f"{path} is cut or damaged ({e}); wanted a whole gzip file") from e
+  except (EOFError, gzip.BadGzipFile, zlib.error, zstd.ZstdError) as e:
+    raise CorpusError(f"{path} is cut or damaged ({e}); wanted a whole {path.suffix} file") from e
   finally:
     temporary.unlink(missing_ok=True)
-  return target
+  return Scan(target, scan.rows, scan.skipped, tuple(scan.reasons))
 
 
 def is_packed(path: Path) -> bool:
   """Whether the corpus is compressed; refuses what can't be unpacked here."""
-  if path.suffix in (".zst", ".xz", ".bz2", ".zip", ".7z"):
-    raise CorpusError(f"{path} is packed as {path.suffix}; unpack it, or pack it as .gz")
-  return path.suffix == ".gz"
+  if path.suffix in (".xz", ".bz2", ".zip", ".7z"):
+    raise CorpusError(f"{path} is packed as {path.suffix}; unpack it, or pack it as .gz or .zst")
+  return path.suffix in (".gz", ".zst")
 
 
 def parse_line(line: bytes, where: str) -> tuple[str, str]:
@@ -121,29 +158,84 @@ def parse_line(line: bytes, where: str) -> tuple[str, str]:
   return id_, contents
 
 
-def _scan(text: io.BufferedIOBase, path: Path, offsets: io.BufferedIOBase,
-          out: io.BufferedIOBase | None, on_progress: Callable[[], None]) -> None:
-  """Checks each line of `text`, copies it to `out`, and writes where each starts."""
-  starts, end, number = [0], 0, 0
-  while line := text.readline(MAX_LINE_BYTES + 1):
-    number += 1
-    if len(line) > MAX_LINE_BYTES:
-      raise CorpusError(f"{path}:{number}: the line is longer than {MAX_LINE_BYTES:,} bytes; "
-                        "split the passage")
-    parse_line(line, f"{path}:{number}")
-    if out is not None:
-      out.write(line)
-    end += len(line)
-    starts.append(end)
-    if len(starts) >= FLUSH_ROWS:
-      offsets.write(np.asarray(starts, "<u8").tobytes())
-      starts.clear()
-    if number % 1024 == 0:
-      on_progress()
-  if not number:
-    raise CorpusError(f"{path} is empty; {WANTED}, one a line")
-  offsets.write(np.asarray(starts, "<u8").tobytes())
-  on_progress()
+class _Scan:
+  """One pass over the lines: where the good ones start, and what was wrong with the others."""
+
+  def __init__(self, path: Path, offsets: io.BufferedIOBase, out: io.BufferedIOBase | None,
+               skip_bad: bool):
+    self._path, self._offsets, self._out, self._skip_bad = path, offsets, out, skip_bad
+    self.rows, self.skipped, self.reasons = 0, 0, []
+    self._starts: list[int] = []
+    self._ids: list[np.ndarray] = []
+    self._new_ids = bytearray()
+
+  def read(self, text: io.BufferedIOBase, on_progress: Callable[[], None]) -> None:
+    """Checks each line, copies the good ones to `out`, and writes where each starts."""
+    end, number = 0, 0
+    while line := text.readline(MAX_LINE_BYTES + 1):
+      number += 1
+      if len(line) > MAX_LINE_BYTES:
+        raise CorpusError(f"{self._path}:{number}: the line is longer than {MAX_LINE_BYTES:,} "
+                          "bytes; split the passage")
+      good = self._note(line, number, end)
+      if self._out is not None and good:
+        self._out.write(line)
+      if self._out is None or good:
+        end += len(line)
+      if number % 1024 == 0:
+        on_progress()
+    if not self.rows:
+      raise CorpusError(f"{self._path} {'has no good line' if number else 'is empty'}; {WANTED}, "
+                        "one a line")
+    self._starts.append(end)
+    self._flush()
+    on_progress()
+
+  def ids(self) -> UInt64[np.ndarray, "P"]:
+    """Eight bytes of a hash of each passage's id."""
+    return np.concatenate(self._ids)
+
+  def _note(self, line: bytes, number: int, start: int) -> bool:
+    try:
+      id_, _ = parse_line(line, f"{self._path}:{number}")
+    except CorpusError as e:
+      if not self._skip_bad:
+        raise
+      self.skipped += 1
+      if len(self.reasons) < REASONS:
+        self.reasons.append(str(e))
+      return False
+    self.rows += 1
+    self._starts.append(start)
+    self._new_ids += hashlib.blake2b(id_.encode(), digest_size=8).digest()
+    if len(self._starts) >= FLUSH_ROWS:
+      self._flush()
+    return True
+
+  def _flush(self) -> None:
+    self._offsets.write(np.asarray(self._starts, "<u8").tobytes())
+    self._ids.append(np.frombuffer(bytes(self._new_ids), np.uint64))
+    self._starts.clear()
+    self._new_ids.clear()
+
+
+def _refuse_twins(corpus: Corpus, ids_P: UInt64[np.ndarray, "P"]) -> None:
+  """Two passages of one id: a search that names it would mean either."""
+  order_P = np.argsort(ids_P, kind="stable")
+  sorted_P = ids_P[order_P]
+  for at in np.flatnonzero(sorted_P[1:] == sorted_P[:-1]):
+    first, second = int(order_P[at]), int(order_P[at + 1])
+    if corpus[first][0] == corpus[second][0]:  # and not just their hashes
+      raise CorpusError(f"{corpus.path}: rows {first} and {second} (counted from 0) both have the "
+                        f"id {corpus[first][0]!r}; give each passage its own")
+
+
+def _unpacked(source: io.BufferedIOBase, path: Path) -> io.BufferedIOBase:
+  if path.suffix == ".gz":
+    return gzip.GzipFile(fileobj=source)
+  if path.suffix == ".zst":
+    return zstd.ZstdFile(source)
+  return source
 
 
 def _is_older(path: Path, than: Path) -> bool:

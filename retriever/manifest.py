@@ -13,7 +13,7 @@ from typing import Any
 from retriever.protocol import CorpusError
 
 NAME = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 WHOLE_BYTES = 1 << 30  # a file up to here is verified whole, a larger one by its sample
 SAMPLE_BLOCKS, BLOCK_BYTES = 64, 1 << 20
 
@@ -50,22 +50,28 @@ class Fingerprint:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-  """One index folder: `corpus_path` (seen from the folder) and `source` say where it came from,
-  everything else says what it answers with and makes up its `fingerprint`."""
+  """One index folder: `corpus_path` (seen from the folder), `model` (the folder or hub id of the
+  encoder's weights) and `source` say where it came from, everything else says what it answers with
+  and makes up its `fingerprint`.
+
+  `encoder`: None for an index of words. `files`: by their paths seen from the folder.
+  """
 
   corpus_path: str
   source: Fingerprint  # the file given to the build, still packed if it was
   corpus: Fingerprint
   rows: int
-  encoder: Mapping[str, Any]
+  skipped: int  # lines of the source that were no passages
+  encoder: Mapping[str, Any] | None
   index: Mapping[str, Any]
   files: Mapping[str, Fingerprint]
+  model: str | None = None
 
   @property
   def fingerprint(self) -> str:
     """A hash over all that can change a search's result; the same wherever the files lie."""
     parts = dataclasses.asdict(self)
-    del parts["corpus_path"], parts["source"]
+    del parts["corpus_path"], parts["model"], parts["source"]
     canonical = json.dumps({"format": FORMAT} | parts, sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -89,7 +95,8 @@ class Manifest:
       manifest = cls(
           source=Fingerprint(**record["source"]), corpus=Fingerprint(**record["corpus"]),
           files={name: Fingerprint(**f) for name, f in record["files"].items()},
-          **{key: record[key] for key in ("corpus_path", "rows", "encoder", "index")})
+          **{key: record[key] for key in ("corpus_path", "rows", "skipped", "encoder", "index",
+                                          "model")})
       fingerprint = record["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
       raise CorpusError(f"{path} can't be read ({type(e).__name__}: {e}); {repair}") from e

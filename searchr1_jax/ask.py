@@ -9,6 +9,7 @@ python -m searchr1_jax.ask --workdir=runs/tiny "What is the maker of Rose Pepa?"
 from __future__ import annotations
 
 import codecs
+import contextlib
 import pathlib
 from typing import Callable, Sequence
 
@@ -80,14 +81,14 @@ def main(words: Sequence[str]) -> None:
   question = Question("asked", "0", rest[0], ())
   console = rich.console.Console()
   stream = Stream(console, policy.tokenizer.decode_bytes)
-  try:
+  with contextlib.ExitStack() as held:
+    search = held.enter_context(setup.open_search(c))
+    held.callback(stream.end)
     (t,), stats = drive.rollout(
         policy.engine, params, [drive.Task(question, 0, policy.encode_prompt(question))],
-        policy.rules, setup.open_search(c), how=draw.sampling(values.temperature),
+        policy.rules, search, how=draw.sampling(values.temperature),
         key=jax.random.key(c.seed), retrieval=setup.retrieval(c),
         watcher=drive.Watcher(tokens=stream))
-  finally:
-    stream.end()
   answer = policy.score(t).answer
   if t.stop_reason is StopReason.RETRIEVAL_ERROR:
     raise UserError(f"the search engine failed ({stats.search_failure}); mend it and ask again")

@@ -48,11 +48,12 @@ def main(words: Sequence[str]) -> None:
   c = setup.prepare_world(c, workdir)
   policy, params, name = load_trained(c, workdir, values.checkpoint)
   questions = setup.load_questions(tuple(c.data.test), values.questions)
-  answered = evaluation.answer_all(
-      policy.engine, params, questions, policy.rules, setup.open_search(c),
-      encode_prompt=policy.encode_prompt, score=policy.score,
-      how=draw.sampling(values.temperature), key=jax.random.key(c.seed),
-      retrieval=setup.retrieval(c))
+  with setup.open_search(c) as search:
+    answered = evaluation.answer_all(
+        policy.engine, params, questions, policy.rules, search,
+        encode_prompt=policy.encode_prompt, score=policy.score,
+        how=draw.sampling(values.temperature), key=jax.random.key(c.seed),
+        retrieval=setup.retrieval(c))
   summaries = evaluation.by_dataset(answered)
   title = f"{workdir}, {name}, " + (
       "greedy" if values.temperature == 0 else f"temperature {values.temperature:g}")

@@ -24,8 +24,7 @@ import ml_collections
 import numpy as np
 import rich.console
 
-from retriever.engine import SearchEngine
-from retriever.protocol import RetrievalError
+from retriever.protocol import RetrievalError, SearchEngine
 from searchr1_jax.algo import advantages, collate, schedules, update
 from searchr1_jax.model import sharding, value
 from searchr1_jax.rollout import draw, drive
@@ -226,6 +225,7 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str,
     distributed.on_leader(lambda: _refuse_other_run(config, workdir))
     stop = checkpoint.StopFlag().install()
     trainer = Trainer(config, workdir)
+    held.callback(trainer.search.close)
     distributed.on_leader(lambda: cli.save_config(workdir, config))
     summary = _run(trainer, workdir, stop)
     distributed.on_leader(lambda: disk.write_json(workdir / "summary.json", summary))

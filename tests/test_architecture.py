@@ -8,6 +8,7 @@ import importlib
 import pathlib
 import re
 import sys
+import tomllib
 
 import pytest
 
@@ -17,7 +18,7 @@ PACKAGES = ("searchr1_jax", "retriever")
 # A file imports strictly lower numbers only. A step within a floor is a decimal: siblings that one
 # room stacks on each other. A name stands for itself and for all below it that have no own line.
 FLOORS = {
-    "retriever.protocol": 0, "searchr1_jax.types": 0.1, "searchr1_jax.text.actions": 0.2,
+    "retriever.protocol": 0, "retriever.quality": 0.1, "searchr1_jax.types": 0.1, "searchr1_jax.text.actions": 0.2,
     "searchr1_jax.text.prompts": 0.3, "searchr1_jax.text.observation": 0.4,
 
     "searchr1_jax.text.rewards": 1, "searchr1_jax.algo.advantages": 1,
@@ -25,7 +26,7 @@ FLOORS = {
     "searchr1_jax.algo.collate": 1.1,
     "searchr1_jax.model.sharding": 1, "searchr1_jax.model.shapes": 1,
     "searchr1_jax.rollout.episode": 1, "searchr1_jax.rollout.stops": 1,
-    "searchr1_jax.rollout.slots": 1, "searchr1_jax.rollout.draw": 1, "retriever.fusion": 1,
+    "searchr1_jax.rollout.slots": 1, "searchr1_jax.rollout.draw": 1,
 
     "searchr1_jax.model.folders": 2,
     "searchr1_jax.model.kernels": 1, "searchr1_jax.model.attention": 2, "searchr1_jax.model.decoder": 2.1,
@@ -33,10 +34,16 @@ FLOORS = {
     "searchr1_jax.text.tokenizer": 2, "searchr1_jax.run.data": 2, "searchr1_jax.run.disk": 2,
     "searchr1_jax.run.digest": 2, "searchr1_jax.run.host": 2,
     "searchr1_jax.worlds": 2.5,
-    "retriever.manifest": 2, "retriever.corpus": 2,
-    "retriever.encoders": 2.1, "retriever.bm25": 2.1,
+    "retriever.wire": 1, "retriever.page_text": 1, "retriever.search_apis": 1,
+    "retriever.manifest": 2, "retriever.corpus": 2, "retriever.store": 2, "retriever.bert": 2.05,
+    "retriever.vectors": 2, "retriever.model_files": 2.02, "retriever.batches": 2.06,
+    "retriever.hashing": 2.07, "retriever.sentences": 2.07,
+    "retriever.encoders": 2.1, "retriever.inverted": 2.05, "retriever.bm25": 2.1,
     "retriever.faiss_index": 2.2, "retriever.mesh_index": 2.2, "retriever.rerank": 2.2,
-    "retriever.client": 2.3, "retriever.online": 2.3, "retriever.engine": 2.4,
+    "retriever.egress": 2.2, "retriever.exchange": 2.2, "retriever.replicas": 2.2,
+    "retriever.client": 2.3, "retriever.online": 2.3,
+    "retriever.fusion": 2.3, "retriever.tape": 2.3, "retriever.sharing": 2.3, "retriever.qdrant": 2.3,
+    "retriever.engine": 2.4, "retriever.controls": 2.5, "retriever.opening": 2.6,
 
     "searchr1_jax.model.weights": 3, "searchr1_jax.rollout.sampler": 3,
     "searchr1_jax.algo.update": 3,
@@ -57,14 +64,15 @@ FLOORS = {
     "searchr1_jax.train": 6, "searchr1_jax.evaluate": 6, "searchr1_jax.ask": 6,
     "searchr1_jax.sft": 6, "searchr1_jax.make_world": 6, "searchr1_jax.export": 6,
     "searchr1_jax.plan": 6,
-    "searchr1_jax.report": 6, "retriever.serve": 6,
+    "searchr1_jax.report": 6, "retriever.gate": 5.8, "retriever.app": 5.9,
+    "retriever.serve": 6, "retriever.evaluate": 6,
     # A program that others call too: generated worlds and set-ups build their own index.
-    "retriever.build": 4.5, "searchr1_jax.worlds.files": 4.8,
+    "retriever.stages": 4.4, "retriever.build": 4.5, "searchr1_jax.worlds.files": 4.8,
 }
 ALSO_PURE = ("searchr1_jax.worlds",)  # text generation: floor 2, but the same from everywhere
 IMPURE = {"os", "time", "random", "logging", "requests", "threading"}
 # A thread catches everything there; whoever waits for it raises it again (tests/test_searches.py).
-RAISED_BY_ANOTHER = {"searchr1_jax.rollout.searches"}
+RAISED_BY_ANOTHER = {"searchr1_jax.rollout.searches", "retriever.sharing"}
 CODE_IN_DATA = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve",
                 "marshal"}
 
@@ -224,10 +232,13 @@ def test_no_data_becomes_code_and_no_error_vanishes():
 
 
 def test_every_library_is_declared():
-  """What the packages import is in the standard library or in requirements.txt."""
+  """What the packages import is in the standard library, in requirements.txt, or an extra's."""
   listed = re.findall(r"^[\w-]+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
   own = {"faiss-cpu": "faiss", "orbax-checkpoint": "orbax", "absl-py": "absl"}
   known = {own.get(n, n.replace("-", "_")) for n in listed} | set(PACKAGES) | {"configs"}
+  known |= {"backports", "compression"}  # zstd: of a newer Python's library, or its backport
+  extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+  known |= {re.match(r"[\w-]+", n)[0].replace("-", "_") for n in extras["qdrant"]}
   missing = {f"{name_of(p)}: {name}" for p in MODULES for _, name in imports_of(tree_of(p))
              if name.split(".")[0] not in known | sys.stdlib_module_names}
   none_of(sorted(missing))

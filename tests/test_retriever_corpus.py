@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from retriever import corpus as corpus_lib
-from retriever.corpus import Corpus
+from retriever.corpus import Corpus, zstd
 from retriever.manifest import Fingerprint
 from retriever.protocol import CorpusError
 
@@ -40,11 +40,12 @@ def test_last_line_may_lack_its_newline(tmp_path):
   assert list(Corpus.open(path)) == ROWS
 
 
-def test_packed_and_plain_hold_the_same_rows(tmp_path):
-  plain = write(tmp_path / "c.jsonl")
-  packed = tmp_path / "c.jsonl.gz"
-  packed.write_bytes(gzip.compress(plain.read_bytes()))
-  assert list(Corpus.open(packed)) == list(Corpus.open(plain))
+@pytest.mark.parametrize("suffix, pack", [("gz", gzip.compress), ("zst", zstd.compress)])
+def test_packed_and_plain_hold_the_same_rows(tmp_path, suffix, pack):
+  text = write(tmp_path / "c.jsonl").read_bytes()
+  packed = tmp_path / f"c.jsonl.{suffix}"
+  packed.write_bytes(pack(text[:50]) + pack(text[50:]))  # both formats allow several parts
+  assert list(Corpus.open(packed)) == list(Corpus.open(tmp_path / "c.jsonl")) == ROWS
 
 
 def test_offsets_survive_their_flushes(tmp_path, monkeypatch):
@@ -112,6 +113,49 @@ def test_a_line_without_end_is_not_read_into_memory(tmp_path, monkeypatch):
     Corpus.open(path)
 
 
+BAD = b"not json\n"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_bad_lines_can_be_skipped_and_are_counted(tmp_path, packed, monkeypatch):
+  monkeypatch.setattr(corpus_lib, "FLUSH_ROWS", 2)
+  lines = [json.dumps({"id": i, "contents": c}).encode() + b"\n" for i, c in ROWS]
+  text = BAD + lines[0] + BAD + BAD + lines[1] + lines[2] + b"\n" + BAD * 4
+  path = tmp_path / ("c.jsonl.gz" if packed else "c.jsonl")
+  path.write_bytes(gzip.compress(text) if packed else text)
+  scan = corpus_lib.prepare(path, tmp_path, skip_bad=True)
+  assert (scan.rows, scan.skipped) == (3, 8)
+  # Five reasons of eight, by the numbers of their lines: 1, 3, 4, then the empty 7, and 8.
+  assert [r.split(": ")[0] for r in scan.reasons] == [f"{path}:{n}" for n in (1, 3, 4, 7, 8)]
+  corpus = Corpus(scan.path, tmp_path / corpus_lib.OFFSETS)
+  assert list(corpus) == ROWS and len(corpus) == 3
+  path.write_bytes(gzip.compress(BAD) if packed else BAD)
+  with pytest.raises(CorpusError, match="no good line"):
+    corpus_lib.prepare(path, tmp_path, skip_bad=True)
+
+
+def test_two_passages_of_one_id_are_named(tmp_path, monkeypatch):
+  monkeypatch.setattr(corpus_lib, "FLUSH_ROWS", 2)
+  path = write(tmp_path / "c.jsonl", [(str(i % 6), "text") for i in range(7)])
+  with pytest.raises(CorpusError, match=r"rows 0 and 6 .* the id '0'"):
+    Corpus.open(path)
+  assert not list((tmp_path / "c.jsonl.rows").iterdir())
+
+
+def test_ids_that_only_hash_alike_are_no_twins(tmp_path, monkeypatch):
+  class Coarse:
+    """A hash that knows two values."""
+
+    def __init__(self, data, digest_size):
+      self._byte = len(data) % 2
+
+    def digest(self):
+      return bytes([self._byte] * 8)
+
+  monkeypatch.setattr(corpus_lib.hashlib, "blake2b", Coarse)
+  assert len(Corpus.open(write(tmp_path / "c.jsonl", [("a", "x"), ("cc", "x"), ("b", "x")]))) == 3
+
+
 def test_numbers_serve_as_ids(tmp_path):
   path = tmp_path / "c.jsonl"
   path.write_text('{"id": 7, "contents": "text"}\n')
@@ -129,8 +173,14 @@ def test_empty_missing_cut_and_unknown_files(tmp_path):
   cut.write_bytes(gzip.compress(b'{"id": "0", "contents": "text"}\n' * 99)[:-9])
   with pytest.raises(CorpusError, match="cut or damaged"):
     Corpus.open(cut)
+  for cut_by in (9, 60):
+    cut = tmp_path / f"cut{cut_by}.jsonl.zst"
+    lines = b"".join(b'{"id": "%d", "contents": "text"}\n' % i for i in range(9999))
+    cut.write_bytes(zstd.compress(lines)[:-cut_by])
+    with pytest.raises(CorpusError, match="cut or damaged.*whole .zst file"):
+      Corpus.open(cut)
   with pytest.raises(CorpusError, match="unpack it"):
-    Corpus.open(write(tmp_path / "c.jsonl.zst"))
+    Corpus.open(write(tmp_path / "c.jsonl.xz"))
 
 
 def test_a_fingerprint_notices_every_byte_and_a_sample_its_blocks(tmp_path, monkeypatch):

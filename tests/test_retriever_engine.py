@@ -1,4 +1,4 @@
-"""From a corpus to passages: the encoder, the index folder, the engine, its controls, replay."""
+"""From a corpus to passages: the encoder, the index folder, the engine, its controls."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import concurrent.futures
 import gzip
 import json
 import random
-import sqlite3
 import threading
 
-import faiss
 import numpy as np
 import pytest
 
 from retriever import build as build_lib
-from retriever import faiss_index
 from retriever.build import build
 from retriever.encoders import FEATURES, HashingEncoder
-from retriever.engine import EmptyEngine, RandomEngine, Recorder, Replay, SearchEngine, open_engine
-from retriever.protocol import CorpusError, Passage, RetrievalError
+from retriever.controls import RandomEngine
+from retriever.engine import open_index
+from retriever.protocol import CorpusError
 
 DIM = 1024
 
@@ -65,7 +63,7 @@ def folder(tmp_path, corpus):
 
 @pytest.fixture
 def engine(folder):
-  return open_engine(folder)
+  return open_index(folder)
 
 
 # The encoder
@@ -128,57 +126,6 @@ def test_the_same_numbers_in_every_process():
   assert np.abs(HashingEncoder(DIM, idf_F).encode_queries(["q"])).max() == 1
 
 
-# The index
-
-
-def test_equal_scores_come_by_row_and_no_row_is_minus_one():
-  index = faiss_index.FlatIndex.empty(2)
-  index.add(np.array([[0, 1], [1, 0], [1, 0], [0.5, 0]], np.float32))
-  query_QD = np.array([[1, 0]], np.float32)
-  assert index.search(query_QD, 3) == [[(1, 1.0), (2, 1.0), (3, 0.5)]]
-  assert [row for row, _ in index.search(query_QD, 99)[0]] == [1, 2, 3, 0]
-
-
-def test_ids_of_minus_one_never_become_passages():
-  class Sparse(faiss.IndexFlatIP):
-    """An index that found one row of three, as approximate ones do."""
-
-    def search(self, queries_QD, k):
-      return np.zeros((1, 3), np.float32), np.array([[4, -1, -1]])
-
-  index = Sparse(2)
-  index.add(np.ones((20, 2), np.float32))
-  assert faiss_index.FlatIndex(index).search(np.ones((1, 2), np.float32), 3) == [[(4, 2.0)]]
-
-
-@pytest.mark.parametrize("damage", [
-    lambda b: b[:-1], lambda b: b[:40], lambda b: b"", lambda b: b"junk" + b[4:],
-    lambda b: b[:4] + b"\xff\xff\xff\x7f" + b[8:],
-])
-def test_a_damaged_index_file_is_a_corpus_error(tmp_path, damage):
-  index = faiss_index.FlatIndex.empty(8)
-  index.add(np.eye(8, dtype=np.float32))
-  path = tmp_path / "index.faiss"
-  index.save(path)
-  limit = faiss.get_deserialization_vector_byte_limit()
-  assert len(faiss_index.FlatIndex.load(path, 8, 8)) == 8
-  path.write_bytes(damage(path.read_bytes()))
-  with pytest.raises(CorpusError, match="index.faiss") as caught:
-    faiss_index.FlatIndex.load(path, 8, 8)
-  assert "\n" not in str(caught.value)
-  assert faiss.get_deserialization_vector_byte_limit() == limit
-
-
-def test_an_index_of_another_size_or_kind_is_refused(tmp_path):
-  path = tmp_path / "index.faiss"
-  faiss_index.FlatIndex.empty(8).save(path)
-  with pytest.raises(CorpusError, match="0 vectors of 8 numbers, wanted 1 of 8"):
-    faiss_index.FlatIndex.load(path, 1, 8)
-  faiss.write_index(faiss.IndexFlatL2(8), str(path))
-  with pytest.raises(CorpusError, match="IndexFlatL2"):
-    faiss_index.FlatIndex.load(path, 0, 8)
-
-
 # The engine
 
 
@@ -200,36 +147,15 @@ def test_passages_come_whole_best_first(engine):
 
 def test_an_answer_does_not_depend_on_what_is_asked_beside(folder):
   queries = [f"mayor {c}" for c in CITIES]
-  together = open_engine(folder).search(queries, 3)
-  alone = open_engine(folder)
+  together = open_index(folder).search(queries, 3)
+  alone = open_index(folder)
   assert together == [alone.search([q], 3)[0] for q in queries]
-
-
-def test_equal_queries_are_asked_once_and_remembered(engine, monkeypatch):
-  asked = []
-  encode = engine._encoder.encode_queries
-  monkeypatch.setattr(engine._encoder, "encode_queries", lambda qs: asked.append(qs) or encode(qs))
-  a, b = PEOPLE[:2]
-  first = engine.search([a, b, a], 2)
-  assert asked == [[a, b]] and first[0] == first[2]
-  first[0].clear()  # what a caller does to its list stays with it
-  assert len(engine.search([a], 2)[0]) == 2 and len(asked) == 1
-  engine.search([a], 3)
-  assert asked[1:] == [[a]]
-
-
-def test_the_cache_forgets_the_least_recently_asked(folder, monkeypatch):
-  monkeypatch.setattr("retriever.engine.CACHED_SEARCHES", 2)
-  engine = open_engine(folder)
-  for query in ("a", "b", "a", "c"):
-    engine.search([query], 1)
-  assert list(engine._cache._found) == [("a", 1), ("c", 1)]
 
 
 def test_many_threads_get_the_answers_one_gets(folder):
   queries = PEOPLE[:50]
-  wanted = open_engine(folder).search(queries, 2)
-  engine = open_engine(folder)
+  wanted = open_index(folder).search(queries, 2)
+  engine = open_index(folder)
   together = threading.Barrier(4)
 
   def ask(seed):
@@ -252,23 +178,23 @@ def test_no_top_k_below_one(engine):
 
 def test_a_missing_folder_names_the_command_that_builds_it(tmp_path):
   with pytest.raises(CorpusError, match=r"python -m retriever\.build .* --out .*none"):
-    open_engine(tmp_path / "none")
+    open_index(tmp_path / "none")
 
 
 def test_a_changed_corpus_is_refused(corpus, folder):
   text = corpus.read_text()
   corpus.write_text(text.replace("person", "parson", 1))
   with pytest.raises(CorpusError, match="SHA-256 differs.*--overwrite"):
-    open_engine(folder)
+    open_index(folder)
   corpus.write_text(text[:-2])
   with pytest.raises(CorpusError, match="bytes"):
-    open_engine(folder)
+    open_index(folder)
   corpus.unlink()
   with pytest.raises(CorpusError, match="corpus.jsonl is missing"):
-    open_engine(folder)
+    open_index(folder)
 
 
-@pytest.mark.parametrize("name", ["index.faiss", "offsets.u64", "idf.npy", "manifest.json"])
+@pytest.mark.parametrize("name", ["vectors.float32", "offsets.u64", "idf.npy", "manifest.json"])
 def test_no_flipped_bit_goes_unnoticed(folder, name):
   path = folder / name
   whole = path.read_bytes()
@@ -278,7 +204,7 @@ def test_no_flipped_bit_goes_unnoticed(folder, name):
     flipped[at] ^= 1 << rng.randrange(8)
     path.write_bytes(flipped)
     try:
-      engine = open_engine(folder)
+      engine = open_index(folder)
     except CorpusError:
       continue
     # The manifest's white space, and where the source lay, change no answer.
@@ -292,15 +218,15 @@ def test_a_manifest_changed_by_hand_is_refused(folder):
   assert '"rows": 360' in text
   path.write_text(text.replace('"rows": 360', '"rows": 361'))
   with pytest.raises(CorpusError, match="its own fingerprint"):
-    open_engine(folder)
+    open_index(folder)
 
 
 def test_folder_and_corpus_move_together(tmp_path, corpus, folder):
-  fingerprint = open_engine(folder).fingerprint
+  fingerprint = open_index(folder).fingerprint
   (tmp_path / "there").mkdir()
   corpus.rename(tmp_path / "there" / "corpus.jsonl")
   folder.rename(tmp_path / "there" / "index")
-  assert open_engine(tmp_path / "there" / "index").fingerprint == fingerprint
+  assert open_index(tmp_path / "there" / "index").fingerprint == fingerprint
 
 
 def test_a_packed_corpus_gives_the_same_engine(tmp_path, corpus, folder):
@@ -308,7 +234,7 @@ def test_a_packed_corpus_gives_the_same_engine(tmp_path, corpus, folder):
   packed.write_bytes(gzip.compress(corpus.read_bytes()))
   build(packed, tmp_path / "packed", dim=DIM, quiet=True)
   packed.unlink()  # the folder holds the text
-  a, b = open_engine(folder), open_engine(tmp_path / "packed")
+  a, b = open_index(folder), open_index(tmp_path / "packed")
   assert a.fingerprint == b.fingerprint
   assert a.search(PEOPLE[:5], 3) == b.search(PEOPLE[:5], 3)
 
@@ -321,16 +247,16 @@ def test_the_fingerprint_follows_corpus_and_encoder(tmp_path, corpus, engine):
 
 
 def test_built_twice_is_built_once_and_nothing_else_is_replaced_unasked(tmp_path, corpus, folder):
-  before = (folder / "index.faiss").stat().st_mtime_ns
+  before = (folder / "vectors.float32").stat().st_mtime_ns
   build(corpus, folder, dim=DIM, quiet=True)
-  assert (folder / "index.faiss").stat().st_mtime_ns == before
+  assert (folder / "vectors.float32").stat().st_mtime_ns == before
   with pytest.raises(CorpusError, match="encoder .*--overwrite"):
     build(corpus, folder, dim=DIM // 2, quiet=True)
   other = write(tmp_path / "other.jsonl", rows()[:9])
   with pytest.raises(CorpusError, match="another corpus.*--overwrite"):
     build(other, folder, dim=DIM, quiet=True)
   build(other, folder, dim=DIM, overwrite=True, quiet=True)
-  assert len(open_engine(folder)) == 9
+  assert len(open_index(folder)) == 9
   foreign = tmp_path / "foreign"
   foreign.mkdir()
   (foreign / "thesis.txt").write_text("mine")
@@ -342,22 +268,22 @@ def test_built_twice_is_built_once_and_nothing_else_is_replaced_unasked(tmp_path
 def test_a_moved_corpus_is_found_again_by_building_again(tmp_path, corpus, folder):
   moved = corpus.rename(tmp_path / "moved.jsonl")
   with pytest.raises(CorpusError, match="missing"):
-    open_engine(folder)
-  before = (folder / "index.faiss").stat().st_mtime_ns
+    open_index(folder)
+  before = (folder / "vectors.float32").stat().st_mtime_ns
   build(moved, folder, dim=DIM, quiet=True)
-  assert len(open_engine(folder)) == len(rows())
-  assert (folder / "index.faiss").stat().st_mtime_ns == before
+  assert len(open_index(folder)) == len(rows())
+  assert (folder / "vectors.float32").stat().st_mtime_ns == before
 
 
 def test_a_build_that_fails_leaves_what_was_there(tmp_path, folder, monkeypatch):
-  fingerprint = open_engine(folder).fingerprint
+  fingerprint = open_index(folder).fingerprint
   bad = tmp_path / "bad.jsonl"
   bad.write_text('{"id": "0", "contents": "text"}\n{"id": "1"}\n')
   with pytest.raises(CorpusError, match="bad.jsonl:2"):
     build(bad, folder, dim=DIM, overwrite=True, quiet=True)
   with pytest.raises(CorpusError, match="bad.jsonl:2"):
     build(bad, tmp_path / "new", dim=DIM, quiet=True)
-  assert open_engine(folder).fingerprint == fingerprint
+  assert open_index(folder).fingerprint == fingerprint
   assert {p.name for p in tmp_path.iterdir()} == {"corpus.jsonl", "index", "bad.jsonl"}
 
 
@@ -378,11 +304,7 @@ def test_the_program_says_one_line(tmp_path, corpus, capsys):
     assert streams.out == "" and streams.err.count("\n") == 1
 
 
-# Controls, record and replay
-
-
-def test_the_empty_engine_finds_nothing():
-  assert EmptyEngine()(["a", "b"], 3) == [[], []]
+# Controls over a real index (more of them: tests/test_retriever_controls.py)
 
 
 def test_random_passages_depend_on_seed_and_query_alone(engine):
@@ -396,86 +318,3 @@ def test_random_passages_depend_on_seed_and_query_alone(engine):
   # 100 queries for 3 of 360 passages would meet their own 0.83 times on average.
   assert sum(p in {x.title for x in xs} for p, xs in zip(PEOPLE, found)) < 8
   assert len(a.search(["q"], 10_000)[0]) == len(engine)
-
-
-class Counting(SearchEngine):
-  """Two passages a query, and a note of what was asked."""
-
-  fingerprint = "counting"
-
-  def __init__(self):
-    self.asked = []
-
-  def search(self, queries, top_k):
-    self.asked.extend(queries)
-    return [[Passage("é", f"{q}\nnul \0", 0.1 + i) for i in range(top_k)] for q in queries]
-
-
-def test_a_replay_gives_what_was_recorded_and_asks_nobody(tmp_path):
-  queries = ["a", "b", "a", "\ud800 \0"]
-  source = Counting()
-  recorder = Recorder(source, tmp_path / "searches.db")
-  recorded = recorder.search(queries, 2)
-  assert recorded == Counting().search(queries, 2) and source.asked == ["a", "b", "\ud800 \0"]
-  assert recorder.search(["b"], 2) == [recorded[1]] and len(source.asked) == 3
-  recorder.close()
-  replay = Replay(tmp_path / "searches.db")
-  assert replay.fingerprint == "counting"
-  assert replay.search(queries, 2) == recorded and len(source.asked) == 3
-  for missed in (("c", 2), ("a", 1)):
-    with pytest.raises(RetrievalError, match="holds no whole record"):
-      replay.search([missed[0]], missed[1])
-  replay.close()
-
-
-def test_a_damaged_record_is_no_record(tmp_path):
-  path = tmp_path / "searches.db"
-  recorder = Recorder(Counting(), path)
-  recorder.search(["a"], 1)
-  recorder.close()
-  db = sqlite3.connect(path)
-  with db:
-    db.execute("UPDATE searches SET passages = replace(passages, 'nul', 'nil')")
-  db.close()
-  replay = Replay(path)
-  with pytest.raises(RetrievalError, match="record it again"):
-    replay.search(["a"], 1)
-  replay.close()
-  again = Counting()
-  recorder = Recorder(again, path)
-  assert recorder.search(["a"], 1) == Counting().search(["a"], 1) and again.asked == ["a"]
-  recorder.close()
-
-
-def test_one_file_keeps_engines_apart(tmp_path):
-  path = tmp_path / "searches.db"
-  first, second = Counting(), Counting()
-  second.fingerprint = "other"
-  for source in (first, second):
-    recorder = Recorder(source, path)
-    recorder.search(["a"], 1)
-    recorder.close()
-  assert second.asked == ["a"]
-  with pytest.raises(CorpusError, match="name its fingerprint"):
-    Replay(path)
-  replay = Replay(path, "other")
-  assert replay.search(["a"], 1) == Counting().search(["a"], 1)
-  replay.close()
-
-
-def test_a_recording_that_is_none_is_refused(tmp_path):
-  with pytest.raises(CorpusError, match="missing"):
-    Replay(tmp_path / "none.db")
-  (tmp_path / "text.db").write_text("not a database, and long enough to be looked at " * 50)
-  with pytest.raises(CorpusError, match="no record of searches"):
-    Replay(tmp_path / "text.db")
-  with pytest.raises(CorpusError, match="folder that exists"):
-    Recorder(Counting(), tmp_path / "none" / "searches.db")
-
-
-def test_recording_from_several_threads(tmp_path):
-  recorder = Recorder(Counting(), tmp_path / "searches.db")
-  with concurrent.futures.ThreadPoolExecutor(4) as pool:
-    found = list(pool.map(lambda i: recorder.search([str(i % 5)], 1), range(40)))
-  assert found == [Counting().search([str(i % 5)], 1) for i in range(40)]
-  recorder.close()

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 
-from retriever.protocol import Passage, RetrievalError, Search
+from retriever.protocol import Found, RetrievalError, Search
 from searchr1_jax.rollout import episode as ep
 from searchr1_jax.types import UserError
 
@@ -43,7 +43,7 @@ class _Request:
   asked: dict[int, ep.Search]
   deadline: float
   ended: bool = False
-  answer: list[list[Passage]] | BaseException | None = None
+  answer: list[Found] | BaseException | None = None
 
 
 class Searches:
@@ -138,5 +138,12 @@ class Searches:
       answered = 0 if answer is None else len(answer)
       reason = f"the engine answered {answered} queries of {len(asked)}"
     else:
-      return [(row, ep.SearchDone(tuple(p))) for row, p in zip(asked, answer)]
+      return [(row, _event(found)) for row, found in zip(asked, answer)]
     return [(row, ep.SearchFailed(reason)) for row in asked]
+
+
+def _event(found: Found) -> ep.Event:
+  """A query's own failure takes its own row's episode, not its neighbours'."""
+  if isinstance(found, RetrievalError):
+    return ep.SearchFailed(str(found))
+  return ep.SearchDone(tuple(found))

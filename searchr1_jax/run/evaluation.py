@@ -12,6 +12,7 @@ import rich.text
 from jaxtyping import Array
 
 from retriever.protocol import RetrievalError, Search
+from retriever.quality import interval
 from searchr1_jax.model.decoder import Params
 from searchr1_jax.rollout import drive
 from searchr1_jax.rollout.draw import Sampling
@@ -21,7 +22,6 @@ from searchr1_jax.rollout.searches import Retrieval
 from searchr1_jax.run import distributed
 from searchr1_jax.types import Question, Score, StopReason, Trajectory
 
-RESAMPLES = 2000
 _MEASURES = ("em", "f1", "subem")
 
 
@@ -48,14 +48,6 @@ def answer_all(engine: Engine, params: Params, questions: Sequence[Question], ru
         f"the search engine failed in {len(lost)} of {len(tasks)} episodes{reason}; an evaluation "
         "drops no question, so mend the engine and start it again")
   return [Answered(t, score(t)) for t in trajectories]
-
-
-def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-  """The 95 % bootstrap interval of the mean (percentiles of resampled means)."""
-  array = np.asarray(values, np.float64)
-  rng = np.random.default_rng(seed)
-  means = [array[rng.integers(len(array), size=len(array))].mean() for _ in range(RESAMPLES)]
-  return float(np.percentile(means, 2.5)), float(np.percentile(means, 97.5))
 
 
 def summarise(answered: Sequence[Answered]) -> dict[str, float | list[float] | int]:

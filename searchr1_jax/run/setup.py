@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from retriever import engine as engines
+from retriever import opening
+from retriever.protocol import SearchEngine
 from searchr1_jax.algo import collate, losses, update
 from searchr1_jax.model import decoder, sharding, shapes, weights
 from searchr1_jax.rollout import draw, searches, slots, stops
@@ -46,7 +47,7 @@ BOUNDS = {
         "checkpoint.every", "checkpoint.keep", "limits.lost_batches", "limits.bad_updates"),
     "(1, inf)": ("algo.dual_clip",),
     "[0, 1]": ("algo.gamma", "algo.lam", "optimizer.policy_warmup", "optimizer.value_warmup",
-               "limits.lost_share"),
+               "limits.lost_share", "retriever.noise"),
     "[0, 1)": ("algo.clip_low", "optimizer.b1", "optimizer.b2"),
     "(0, 1]": ("rollout.top_p",),
 }
@@ -91,7 +92,7 @@ def check(c: ml_collections.ConfigDict) -> None:
   _choice("algo.kl_controller", c.algo.kl_controller, ("fixed", "adaptive"))
   _choice("algo.aggregation", c.algo.aggregation, losses.AGGREGATIONS)
   _choice("algo.compat", c.algo.compat, ("", "search-r1"))
-  _choice("retriever.engine", c.retriever.engine, ("index", "empty", "random"))
+  _choice("retriever.engine", c.retriever.engine, ("index", "empty", "random", "noisy"))
   _choice("prompt.chat_template", c.prompt.chat_template, tuple(_CHAT))
   _choice("model.remat", c.model.remat, tuple(decoder.REMAT_POLICIES))
   for name in ("model.reference_memory", "optimizer.moments_memory"):
@@ -235,14 +236,18 @@ def retrieval(c: ml_collections.ConfigDict) -> searches.Retrieval:
   return searches.Retrieval(r.in_flight, r.search_seconds, r.deterministic)
 
 
-def open_search(c: ml_collections.ConfigDict) -> engines.SearchEngine:
+def open_search(c: ml_collections.ConfigDict) -> SearchEngine:
   """The search engine of a config, or one of the controls in its place."""
-  if c.retriever.engine == "empty":
-    return engines.EmptyEngine()
-  found: engines.SearchEngine = engines.open_engine(c.retriever.index)
-  if c.retriever.engine == "random":
-    found = engines.RandomEngine(found, c.seed)
-  return engines.Recorder(found, c.retriever.record) if c.retriever.record else found
+  r, spec = c.retriever, opening.as_mapping(c.retriever.index)
+  if "url" in spec:  # a little sooner than the rollout gives up, so that it is told why
+    spec = {"seconds": 0.9 * c.rollout.search_seconds, **spec}
+  if r.engine == "empty":
+    spec = "empty"
+  elif r.engine == "random":
+    spec = {"random": spec, "seed": c.seed}
+  elif r.engine == "noisy":
+    spec = {"noisy": spec, "p": r.noise, "seed": c.seed}
+  return opening.open_engine({"record": spec, "file": r.record} if r.record else spec)
 
 
 def load_questions(specs: tuple[str, ...], limit: int = 0) -> list[Question]:

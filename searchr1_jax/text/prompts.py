@@ -78,11 +78,12 @@ def render_passage(number: int, passage: Passage, max_bytes: int) -> PassageLine
       cut=_exceeds(title, max_bytes) or _exceeds(text, max_bytes))
 
 
-# Tags of ours, and whatever a hurried reader or a normalising tokenizer could take for one. The
-# white space is bounded so that no text makes the search quadratic.
-_GAP = r"\s{0,4}"
+# What may be a tag of ours to a hurried reader, or to one that folds widths and skips what is
+# invisible. All repetitions are bounded so that no text makes the search quadratic.
+_GAP = "[\\s\u00ad\u200c\u200d]{0,4}"
 _TAG = re.compile(
-    rf"[<＜﹤]{_GAP}(/?){_GAP}({'|'.join(actions.TAGS)}){_GAP}/?{_GAP}[>＞﹥]", re.IGNORECASE)
+    rf"[<＜﹤]{_GAP}([/／]?){_GAP}([^\s<＜﹤>＞﹥/／]{{1,40}}){_GAP}[/／]?{_GAP}[>＞﹥]")
+_INVISIBLE = re.compile("[\u00ad\u200c\u200d]")
 # Control characters but line feed and tab; invisible and direction-changing ones; no characters.
 _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff"
@@ -98,7 +99,12 @@ def clean(text: str, max_bytes: int) -> str:
   # A character takes at least one byte: the slice keeps the encoder from walking megabytes.
   raw = text[:max_bytes].encode("utf-8", "replace")[:max_bytes]
   visible = _CONTROL.sub("", raw.decode("utf-8", "ignore"))
-  return _TAG.sub(r"[\1\2]", unicodedata.normalize("NFC", visible))
+  return _TAG.sub(_defused, unicodedata.normalize("NFC", visible))
+
+
+def _defused(match: re.Match[str]) -> str:
+  name = unicodedata.normalize("NFKC", _INVISIBLE.sub("", match[2])).lower()
+  return f"[{match[1] and '/'}{name}]" if name in actions.TAGS else match[0]
 
 
 def _exceeds(text: str, max_bytes: int) -> bool:

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import collections
 import re
-import string
 from typing import Iterable, Mapping, Sequence
 
 from retriever.protocol import Passage
+from retriever.quality import contains, normalize_answer
 from searchr1_jax.types import Role, Score, Trajectory, UserError
 
 REWARDS = ("em", "f1", "subem", "em_format")
 
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_ARTICLE = re.compile(r"\b(a|an|the)\b")
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _TAG = re.compile(r"(</?(?:think|search|information|answer)>)")
 
@@ -32,11 +30,6 @@ _NEXT: Mapping[tuple[str, str], str] = {
     ("thought", "<answer>"): "in_answer",
     ("in_answer", "</answer>"): "answered",
 }
-
-
-def normalize_answer(text: str) -> str:
-  """Lower-cases, drops ASCII punctuation, then a, an, the as whole words, and collapses spaces."""
-  return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(answer: str | None, golds: Sequence[str]) -> float:
@@ -55,7 +48,7 @@ def subem(answer: str | None, golds: Sequence[str]) -> float:
   """1 where the normalised answer contains a gold that normalisation does not empty, else 0."""
   if answer is None:
     return 0.0
-  return float(any(_same(answer, g) or _contains(answer, g) for g in golds))
+  return float(any(_same(answer, g) or contains(answer, g) for g in golds))
 
 
 def last_answer(policy_texts: Iterable[str]) -> str | None:
@@ -84,7 +77,7 @@ def format_valid(spans: Iterable[tuple[Role, str]]) -> bool:
 
 def retrieval_hit(golds: Sequence[str], passages: Iterable[Passage]) -> float:
   """1 where a gold stands in some passage, both normalised, else 0."""
-  return float(any(_contains(p.contents, gold) for p in passages for gold in golds))
+  return float(any(contains(p.contents, gold) for p in passages for gold in golds))
 
 
 def format_reward(
@@ -164,11 +157,6 @@ def _same(answer: str, gold: str) -> bool:
   if not ours and not theirs:  # "The" must not equal "!": compare what there was to compare
     return answer.strip().lower() == gold.strip().lower()
   return ours == theirs
-
-
-def _contains(text: str, gold: str) -> bool:
-  inner = normalize_answer(gold)
-  return bool(inner) and inner in normalize_answer(text)
 
 
 def _f1_of(answer: str, gold: str) -> float:
