@@ -2,8 +2,7 @@
 
 Reproduces: Search-R1 (arXiv:2503.09516), base model, GRPO, on NQ and HotpotQA's training questions.
 Machine: TPU v6e-8 (8 chips), nothing offloaded; heads are split four ways, or the sampler's copy would not fit.
-  51 hours planned for its 500 steps, at 40 % of the roofline (docs/cost.md).
-  51 hours planned for its 500 steps, at 40 % of the roofline (docs/cost.md).
+  36 hours planned for its 500 steps, at 40 % of the roofline (docs/cost.md).
 Expected: mean EM .350 on the seven test sets with the paper's retriever (paper, table 3).
 Command: python -m searchr1_jax.train --config=configs/grpo_qwen7b_v6e8.py --workdir=runs/grpo_qwen7b_v6e8
 """

@@ -89,7 +89,31 @@ ENTRY %main (a: f32[100,1000], u: f32[1,1000], i: s32[]) -> f32[100,1000] {
 """
 
 
-@pytest.mark.parametrize("text", [SLICED, UPDATED], ids=["taken out", "put in"])
+NESTED = HEADER + """\
+%taken (p: f32[100,1000], i: s32[]) -> f32[1,1000] {
+  %p = f32[100,1000]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %z = s32[] constant(0)
+  ROOT %d = f32[1,1000]{1,0} dynamic-slice(%p, %i, %z), dynamic_slice_sizes={1,1000}
+}
+
+%body (q: f32[100,1000], j: s32[]) -> f32[1,1000] {
+  %q = f32[100,1000]{1,0} parameter(0)
+  %j = s32[] parameter(1)
+  %inner = f32[1,1000]{1,0} fusion(%q, %j), kind=kLoop, calls=%taken
+  ROOT %n = f32[1,1000]{1,0} negate(%inner)
+}
+
+ENTRY %main (a: f32[100,1000], i: s32[]) -> f32[1,1000] {
+  %a = f32[100,1000]{1,0} parameter(0)
+  %i.1 = s32[] parameter(1)
+  ROOT %f = f32[1,1000]{1,0} fusion(%a, %i.1), kind=kOutput, calls=%body
+}
+"""
+
+
+@pytest.mark.parametrize("text", [SLICED, UPDATED, NESTED],
+                         ids=["taken out", "put in", "taken out deeper inside"])
 def test_of_a_slice_only_the_slice_counts(text):
   assert moved(text).memory == 2 * 4000 + 4  # read, written, and the index
 

@@ -210,10 +210,9 @@ class _Counter:
   def _fusion(self, i: Instruction, inside: Computation) -> Traffic:
     """What it reads and writes: of an operand of which it takes slices, those alone."""
     body = self._computations[i.called["calls"][0]]
-    parameters = {int(p.arguments): p.name for p in body.values() if p.opcode == "parameter"}
     memory = float(sum(_written(r, body) for r in body.values() if r.root))
     for n, size in enumerate(_operand_sizes(i, inside)):
-      memory += min(size, _read(parameters[n], body)) if n in parameters else size
+      memory += min(size, self._read(n, body))
     found = Traffic(memory=memory, dot_flops=sum((_dot_flops(b, body) for b in body.values()), 0.0))
     for b in body.values():
       if b.opcode in COLLECTIVES:  # on TPUs they are fused with what they are a part of
@@ -222,6 +221,29 @@ class _Counter:
         kind = "reduce-scatter" if scattered else b.opcode
         found += dataclasses.replace(self._collective(b, kind, body), memory=0.0)
     return found
+
+  def _read(self, n: int, body: Computation) -> float:
+    """How much of its n-th operand a fusion reads: infinitely much where that cannot be told."""
+    return sum((self._used(p.name, body) for p in body.values()
+                if p.opcode == "parameter" and int(p.arguments) == n), 0.0)
+
+  def _used(self, name: str, body: Computation) -> float:
+    """How much of an array is read in a fusion, and in the fusions inside it."""
+    total = 0.0
+    for user in body.values():
+      if name not in user.operands:
+        continue
+      first = user.operands[0] == name
+      if first and user.opcode in _SLICES:
+        total += sum(_sizes(_FAST_MEMORY.sub("", user.result)))
+      elif user.opcode in ("bitcast", "get-tuple-element", "tuple") and not user.root:
+        total += self._used(user.name, body)
+      elif user.opcode == "fusion":
+        inner = self._computations[user.called["calls"][0]]
+        total += sum(self._read(n, inner) for n, o in enumerate(user.operands) if o == name)
+      elif not (first and user.opcode in _UPDATES):  # updated where it is
+        total += math.inf
+    return total
 
 
 def _operand_sizes(i: Instruction, inside: Computation) -> list[int]:
@@ -241,22 +263,6 @@ def _moved(i: Instruction, inside: Computation) -> float:
   if i.opcode.endswith("-start"):  # a copy on its way: its result names the source as well
     return float(sum(sizes) + (_sizes(i.result) or [0])[0])
   return float(sum(sizes) + i.bytes)
-
-
-def _read(name: str, body: Computation) -> float:
-  """How much of a fusion's operand is read: infinitely much where that cannot be told."""
-  total = 0.0
-  for user in body.values():
-    if name not in user.operands:
-      continue
-    first = user.operands[0] == name
-    if first and user.opcode in _SLICES:
-      total += sum(_sizes(_FAST_MEMORY.sub("", user.result)))
-    elif user.opcode in ("bitcast", "get-tuple-element", "tuple") and not user.root:
-      total += _read(user.name, body)
-    elif not (first and user.opcode in _UPDATES):  # updated where it is
-      total += math.inf
-  return total
 
 
 def _written(i: Instruction, body: Computation) -> int:
