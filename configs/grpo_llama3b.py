@@ -3,7 +3,6 @@
 Reproduces: Search-R1 (arXiv:2503.09516), Llama-3.2-3B, GRPO, on NQ and HotpotQA's training questions.
 Machine: 8 x H100 80 GB, nothing offloaded.
   12 hours planned for its 500 steps, at 40 % of the roofline (docs/cost.md).
-  12 hours planned for its 500 steps, at 40 % of the roofline (docs/cost.md).
 Expected: no score of these seven sets is at hand for this model.
 Command: python -m searchr1_jax.train --config=configs/grpo_llama3b.py --workdir=runs/grpo_llama3b
 """

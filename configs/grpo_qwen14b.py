@@ -3,7 +3,6 @@
 Reproduces: Search-R1 (arXiv:2503.09516), base model, GRPO, on NQ and HotpotQA's training questions.
 Machine: 8 x H100 80 GB, nothing offloaded.
   52 hours planned for its 500 steps, at 40 % of the roofline (docs/cost.md).
-  52 hours planned for its 500 steps, at 40 % of the roofline (docs/cost.md).
 Expected: no score published for GRPO at this size; PPO's mean EM is .479 (paper, table 5).
 Command: python -m searchr1_jax.train --config=configs/grpo_qwen14b.py --workdir=runs/grpo_qwen14b
 """

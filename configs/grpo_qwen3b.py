@@ -3,7 +3,6 @@
 Reproduces: Search-R1 (arXiv:2503.09516), base model, GRPO, on NQ and HotpotQA's training questions.
 Machine: 8 x H100 80 GB, nothing offloaded.
   9.4 hours planned for its 500 steps, at 40 % of the roofline (docs/cost.md).
-  9.4 hours planned for its 500 steps, at 40 % of the roofline (docs/cost.md).
 Expected: mean EM .312 on the seven test sets with the paper's retriever (paper, table 3).
 Command: python -m searchr1_jax.train --config=configs/grpo_qwen3b.py --workdir=runs/grpo_qwen3b
 """

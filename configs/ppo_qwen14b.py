@@ -3,7 +3,6 @@
 Reproduces: Search-R1 (arXiv:2503.09516), base model, PPO, on NQ and HotpotQA's training questions.
 Machine: 8 x H100 80 GB, the moments of AdamW in pinned memory of the host.
   15 hours planned for its 500 steps, at 40 % of the roofline (docs/cost.md).
-  15 hours planned for its 500 steps, at 40 % of the roofline (docs/cost.md).
 Expected: mean EM .479 on the seven test sets with the paper's retriever (paper, table 5).
 Command: python -m searchr1_jax.train --config=configs/ppo_qwen14b.py --workdir=runs/ppo_qwen14b
 """

@@ -4,7 +4,6 @@ Reproduces: the method of Search-R1 (arXiv:2503.09516) at a size that one card t
   A batch is a quarter of the published one, and so are the questions that it trains on.
 Machine: 1 x H100 80 GB (or another GPU of 80 GB), nothing offloaded.
   3.0 hours planned for its 500 steps, at 40 % of the roofline (docs/cost.md).
-  3.0 hours planned for its 500 steps, at 40 % of the roofline (docs/cost.md).
 Expected: no score published at this size.
 Command: python -m searchr1_jax.train --config=configs/ppo_qwen15b_1gpu.py --workdir=runs/ppo_qwen15b_1gpu
 """

@@ -8,7 +8,6 @@ is not that yet, and training's own evaluations take 2,048 of the 51,713 test qu
 Reproduces: Search-R1 (arXiv:2503.09516), base model, PPO, on NQ and HotpotQA's training questions.
 Machine: 8 x H100 80 GB, nothing offloaded.
   3.3 hours planned for its 500 steps, at 40 % of the roofline (docs/cost.md).
-  3.3 hours planned for its 500 steps, at 40 % of the roofline (docs/cost.md).
 Expected: mean EM .303 on the seven test sets with the paper's retriever (paper, table 2).
 Command: python -m searchr1_jax.train --config=configs/ppo_qwen3b.py --workdir=runs/ppo_qwen3b
 """

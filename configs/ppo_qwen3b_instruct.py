@@ -3,7 +3,6 @@
 Reproduces: Search-R1 (arXiv:2503.09516), instruct model, PPO, on NQ and HotpotQA's training questions.
 Machine: 8 x H100 80 GB, nothing offloaded.
   3.3 hours planned for its 500 steps, at 40 % of the roofline (docs/cost.md).
-  3.3 hours planned for its 500 steps, at 40 % of the roofline (docs/cost.md).
 Expected: mean EM .325 on the seven test sets with the paper's retriever (paper, table 2).
 Command: python -m searchr1_jax.train --config=configs/ppo_qwen3b_instruct.py --workdir=runs/ppo_qwen3b_instruct
 """
