@@ -1,1 +1,1 @@
-"""Search engines for language models: from a laptop's corpus to 21 million passages, one interface."""
+"""Search engines for language models, from a laptop's corpus to 21 million passages."""

@@ -3,15 +3,14 @@
   python -m retriever.build corpus.jsonl --out DIR [--encoder hashing|FOLDER|HUB-ID]
       [--index flat|mesh|ivf|hnsw|pq|bm25] [--skip-bad] [--overwrite]
 
-A build that was killed goes on where it stopped when the command is repeated. A published index
-of FAISS is taken in as it is, beside its corpus: --faiss e5_Flat.index --encoder intfloat/e5-base-v2.
+A build that was killed goes on where it stopped when the command is repeated. A published index of
+FAISS comes in as it is, beside its corpus: --faiss e5_Flat.index --encoder intfloat/e5-base-v2.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,17 +35,18 @@ def main(argv: Sequence[str] | None = None) -> int:
                       f"say: {', '.join(encoders.RULES)}")
   parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="what a BERT computes in "
                       "(float32; on accelerators bfloat16 is faster)")
-  parser.add_argument("--dim", type=int, default=4096, help="of the hashing encoder (default 4096)")
-  parser.add_argument("--index", choices=stages.KINDS, default="flat",
-                      help="flat and mesh compare all vectors, ivf, hnsw and pq some, bm25 words")
+  parser.add_argument("--dim", type=int, help="of the hashing encoder (default 4096)")
+  parser.add_argument("--index", choices=stages.KINDS, help="(default flat) "
+                      "flat and mesh compare all vectors, ivf, hnsw and pq some, bm25 words")
   parser.add_argument("--factory", help="FAISS's own word for the index, such as IVF4096,SQ8")
   parser.add_argument("--faiss", type=Path, help="a finished index file of this corpus, to take in")
-  parser.add_argument("--skip-bad", action="store_true", help="leave out lines that are no passages")
+  parser.add_argument("--skip-bad", action="store_true", help="leave out lines without a passage")
   parser.add_argument("--overwrite", action="store_true", help="replace another index in DIR")
   args = parser.parse_args(argv)
   try:
     recipe = make_recipe(args.corpus, encoder=args.encoder, dim=args.dim, rule=args.rule,
-                         dtype=args.dtype, index=args.index, factory=args.factory, faiss_file=args.faiss,
+                         dtype=args.dtype, index=args.index, factory=args.factory,
+                         faiss_file=args.faiss,
                          skip_bad=args.skip_bad)
     manifest, fresh = _build(recipe, args.out, args.overwrite, quiet=False)
   except (CorpusError, OSError) as e:
@@ -65,8 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build(corpus_path: str | Path, out_dir: str | Path, *, encoder: str = "hashing",
-          dim: int = 4096, rule: str | None = None, dtype: str | None = None, index: str = "flat",
-          factory: str | None = None, faiss_file: str | Path | None = None,
+          dim: int | None = None, rule: str | None = None, dtype: str | None = None,
+          index: str | None = None, factory: str | None = None,
+          faiss_file: str | Path | None = None,
           skip_bad: bool = False, overwrite: bool = False, quiet: bool = False) -> Manifest:
   """Builds the index of a corpus in `out_dir`, unless it is there already."""
   recipe = make_recipe(Path(corpus_path), encoder=encoder, dim=dim, rule=rule, dtype=dtype,
@@ -75,16 +76,22 @@ def build(corpus_path: str | Path, out_dir: str | Path, *, encoder: str = "hashi
   return _build(recipe, Path(out_dir), overwrite, quiet)[0]
 
 
-def make_recipe(corpus_path: Path, *, encoder: str, dim: int, rule: str | None, dtype: str | None,
-                index: str, factory: str | None, faiss_file: Path | None, skip_bad: bool) -> Recipe:
+def make_recipe(corpus_path: Path, *, encoder: str, dim: int | None, rule: str | None,
+                dtype: str | None, index: str | None, factory: str | None,
+                faiss_file: Path | None, skip_bad: bool) -> Recipe:
   """What is to be built, checked as far as it can be before anything is read."""
+  if faiss_file and (index or factory):
+    raise CorpusError("--faiss takes in a finished index; leave out --index and --factory")
+  index = index or "flat"
   if index not in stages.KINDS:
     raise CorpusError(f"index {index!r} is not known, choose one of {', '.join(stages.KINDS)}")
-  if factory and (index not in stages.TRAINED or faiss_file):
-    raise CorpusError(f"--factory says how FAISS is to build; with --index {index} or --faiss "
-                      "it does not")
-  if index == "bm25" and (encoder != "hashing" or faiss_file):
-    raise CorpusError("--index bm25 compares words; leave out --encoder and --faiss")
+  if factory and index not in stages.TRAINED:
+    raise CorpusError(f"--factory says how FAISS is to build; name ivf, hnsw or pq as --index, not "
+                      f"{index}")
+  if dim is not None and (encoder != "hashing" or index == "bm25"):
+    raise CorpusError("--dim is of the hashing encoder; leave it out")
+  if index == "bm25" and encoder != "hashing":
+    raise CorpusError("--index bm25 compares words; leave out --encoder")
   about: dict = {"kind": "faiss" if faiss_file else index}
   if factory:
     about["factory"] = factory
@@ -94,7 +101,9 @@ def make_recipe(corpus_path: Path, *, encoder: str, dim: int, rule: str | None, 
     raise CorpusError("--rule and --dtype are of sentence encoders; leave them out")
   options = {"dim": dim} if encoder == "hashing" else {"rule": rule, "dtype": dtype}
   spec = None if index == "bm25" else encoders.wanted_spec(encoder, **options)
-  return Recipe(corpus_path, Fingerprint.of(corpus_path), spec, about, skip_bad, faiss_file)
+  corpus_path = corpus_path.absolute()  # a build may be gone on with from another folder
+  return Recipe(corpus_path, Fingerprint.of(corpus_path), spec, about, skip_bad,
+                faiss_file and faiss_file.absolute())
 
 
 def _build(recipe: Recipe, out: Path, overwrite: bool, quiet: bool) -> tuple[Manifest, bool]:
@@ -102,6 +111,11 @@ def _build(recipe: Recipe, out: Path, overwrite: bool, quiet: bool) -> tuple[Man
   out = out.resolve()
   if out.exists() and not out.is_dir():
     raise CorpusError(f"{out} is a file, wanted a folder; name another")
+  if out.is_mount():
+    raise CorpusError(f"{out} is a mount point, name a folder in it")
+  for path in (recipe.corpus_path, recipe.faiss_file):
+    if path and out in path.parents:
+      raise CorpusError(f"{path} lies in the folder that is to be written; name another for --out")
   if out.exists() and any(out.iterdir()):
     kept = _already_there(out, recipe, overwrite)
     if kept is not None:
@@ -109,7 +123,7 @@ def _build(recipe: Recipe, out: Path, overwrite: bool, quiet: bool) -> tuple[Man
   out.parent.mkdir(parents=True, exist_ok=True)
   with stages.Workshop(out, recipe, quiet) as workshop:
     manifest = workshop.fill()
-    _put_in_place(workshop.folder, out)
+    workshop.put_in_place()
   return manifest, True
 
 
@@ -121,11 +135,13 @@ def _already_there(out: Path, recipe: Recipe, overwrite: bool) -> Manifest | Non
     old = Manifest.load(out)
     for name, fingerprint in old.files.items():
       fingerprint.verify(out / name, "build again with --overwrite")
+    if corpus_lib.is_packed(recipe.corpus_path):  # its text lies in the folder too
+      old.corpus.verify(out / old.corpus_path, "build again with --overwrite")
   except CorpusError:
     if overwrite:
       return None
     raise
-  if not recipe.made(old):
+  if not recipe.made(old, out):
     if overwrite:
       return None
     what = ("another corpus" if old.source != recipe.source else
@@ -138,16 +154,6 @@ def _already_there(out: Path, recipe: Recipe, overwrite: bool) -> Manifest | Non
       old = Manifest(**{**vars(old), "corpus_path": seen_from_out})
       old.save(out)
   return old
-
-
-def _put_in_place(folder: Path, out: Path) -> None:
-  """Renames the folder to `out`; what was there goes only once the new one stands."""
-  old = out.with_name(f".{out.name}.old.{os.getpid()}")
-  shutil.rmtree(old, ignore_errors=True)
-  if out.exists():
-    out.rename(old)
-  folder.rename(out)
-  shutil.rmtree(old, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,9 @@ class Client(SearchEngine):
     for name, value in (("seconds", seconds), ("attempt_seconds", attempt_seconds)):
       if not 0 < value <= 1e6:
         raise ValueError(f"{name} is {value}, wanted above 0")
+    if token is not None and not (token.isascii() and token.isprintable()
+                                  and token == token.strip() != ""):
+      raise ValueError("the token is not of printable ASCII characters without spaces around it")
     if attempts < 1:
       raise ValueError(f"attempts is {attempts}, wanted at least 1")
     self._seconds, self._attempt_seconds, self._attempts = seconds, attempt_seconds, attempts
@@ -224,7 +227,8 @@ class Client(SearchEngine):
       return f"serves {_name(index)}, wanted {_name(self._index)}"
     if health is not None:
       if not health.authorized:
-        return "does not take this client's token"
+        return ("does not take this client's token; give the spec its token_env, the name of the "
+              "environment variable that holds the server's")
       self._limits = wire.stricter(self._limits, health.limits)
     return None
 

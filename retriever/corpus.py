@@ -68,10 +68,13 @@ class Corpus:
     path = Path(path)
     folder = Path(f"{path}.rows") if folder is None else Path(folder)
     offsets_path = folder / OFFSETS
-    if path.is_file() and _is_older(path, offsets_path):
+    if path.is_file() and _is_of(path, offsets_path):
       return cls(folder / UNPACKED if is_packed(path) else path, offsets_path)
     folder.mkdir(parents=True, exist_ok=True)
-    return cls(prepare(path, folder).path, offsets_path)
+    before = path.stat().st_mtime_ns if path.is_file() else 0
+    scan = prepare(path, folder)
+    os.utime(offsets_path, ns=(before, before))  # says which corpus they are of
+    return cls(scan.path, offsets_path)
 
   def __enter__(self) -> Corpus:
     return self
@@ -238,8 +241,8 @@ def _unpacked(source: io.BufferedIOBase, path: Path) -> io.BufferedIOBase:
   return source
 
 
-def _is_older(path: Path, than: Path) -> bool:
-  return than.is_file() and path.stat().st_mtime_ns <= than.stat().st_mtime_ns
+def _is_of(path: Path, offsets_path: Path) -> bool:
+  return offsets_path.is_file() and path.stat().st_mtime_ns == offsets_path.stat().st_mtime_ns
 
 
 def _open(path: Path) -> io.BufferedIOBase:

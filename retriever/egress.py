@@ -253,6 +253,7 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _NOT_PUBLIC = tuple(map(ipaddress.ip_network, (
     "168.63.129.16/32",  # the agent of Azure's virtual machines
     "192.88.99.0/24",  # relays of 6to4
+    "192.0.0.0/24",  # protocols' own, and a cloud's metadata
     "2001::/32",  # Teredo: any address may hide in it
     "3fff::/20",  # documentation
 )))

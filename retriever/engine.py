@@ -76,19 +76,21 @@ def open_index(folder: str | Path, *, kind: str | None = None, model: str | None
                       f"`python -m retriever.build corpus.jsonl --out {folder}`")
   manifest = Manifest.load(folder)
   corpus_path = (folder / manifest.corpus_path).resolve()
-  rebuild = f"`python -m retriever.build {corpus_path} --out {folder} --overwrite`"
-  manifest.corpus.verify(corpus_path, f"put it back, or build again with {rebuild}")
+  rebuild = f"repeat the command that built {folder}, with --overwrite"
+  manifest.corpus.verify(corpus_path, f"put it back, or {rebuild}")
   for name, fingerprint in manifest.files.items():
-    fingerprint.verify(folder / name, f"build again with {rebuild}")
+    fingerprint.verify(folder / name, f"put it back, or {rebuild}")
   corpus = corpus_lib.Corpus(corpus_path, folder / corpus_lib.OFFSETS)
   if len(corpus) != manifest.rows:
     raise CorpusError(f"{folder} has offsets of {len(corpus)} passages, its manifest says "
-                      f"{manifest.rows}; build again with {rebuild}")
+                      f"{manifest.rows}; {rebuild}")
   kind = _kind(manifest, kind, folder)
   effort = Effort(probes, ef_search, fetch, gpu)
   if kind == "bm25":
     _refuse_options(kind, model=model, dtype=dtype != "float32", effort=effort != Effort())
     return Engine(bm25.BM25.load(folder, manifest.index), corpus, manifest.fingerprint)
+  if model and not manifest.model:
+    raise CorpusError(f"{folder} has an encoder without a model; leave the option model out")
   spec = {**manifest.encoder, "model": manifest.model} if manifest.model else manifest.encoder
   encoder = encoders.from_spec(spec, folder, model)
   index = _open_vectors(kind, manifest, folder, encoder.dim, dtype, effort)
@@ -103,7 +105,8 @@ def _open_vectors(kind: str, manifest: Manifest, folder: Path, dim: int, dtype: 
   vectors_PD = stored and store.open_vectors(folder, manifest.rows, dim, stored)
   if kind == "mesh":
     _refuse_options(kind, effort=effort != Effort(fetch=effort.fetch))
-    return mesh_index.MeshIndex(vectors_PD, dtype=dtype)
+    spare = mesh_index.SPARE if effort.fetch is None else effort.fetch
+    return mesh_index.MeshIndex(vectors_PD, dtype=dtype, overfetch=spare)
   _refuse_options(kind, dtype=dtype != "float32")
   if kind == "flat":
     _refuse_options(kind, effort=effort != Effort())

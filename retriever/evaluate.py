@@ -27,7 +27,7 @@ import rich.table
 import rich.text
 from rich.progress import track
 
-from retriever import opening, quality
+from retriever import opening, quality, sharing
 from retriever.protocol import CorpusError, RetrievalError, SearchEngine
 
 WANTED = 'wanted {"question": "…", "golden_answers": ["…"]}'
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       engines = [held.enter_context(opening.open_engine(spec)) for spec in args.index]
       found = [measure(spec, engine, questions, ks[-1])
                for spec, engine in zip(args.index, engines)]
-  except (CorpusError, RetrievalError, OSError) as e:
+  except (CorpusError, RetrievalError, OSError, ValueError) as e:
     print(f"retriever.evaluate: {e}", file=sys.stderr)
     return 2
   show(found, ks, rich.console.Console(width=150))
@@ -85,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def read_questions(path: Path, limit: int = 0) -> list[Question]:
   """The questions of a jsonl file; a row that is none is a CorpusError that names its line."""
   found = []
-  with path.open(encoding="utf-8") as lines:
+  if limit < 0:
+    raise CorpusError(f"--limit is {limit}; wanted 0 for all, or how many")
+  with path.open("rb") as lines:
     for number, line in enumerate(lines, 1):
       if limit and len(found) == limit:
         break
@@ -105,6 +107,7 @@ def read_questions(path: Path, limit: int = 0) -> list[Question]:
 
 def measure(name: str, engine: SearchEngine, questions: Sequence[Question], k: int) -> Measured:
   """Asks every question alone, as one who waits would."""
+  engine = engine.engine if isinstance(engine, sharing.Cached) else engine  # each is searched
   engine.search([questions[0].question], k)  # what is compiled or mapped at first use is not timed
   places, seconds = [], []
   for q in track(questions, description="asking", transient=True,

@@ -52,7 +52,9 @@ class Exchange:
         return await self._ask(method, url, body, headers)
     except TimeoutError as e:
       raise Fault(f"no answer within {seconds:g} s") from e
-    except httpx2.HTTPError as e:
+    except httpx2.LocalProtocolError as e:  # which quotes what was to be sent
+      raise Fault("the request could not be written") from e
+    except (httpx2.HTTPError, httpx2.InvalidURL) as e:
       raise Fault(f"{type(e).__name__}: {e}" if str(e) else type(e).__name__) from e
 
   async def close(self) -> None:
@@ -65,7 +67,7 @@ class Exchange:
       if response.headers.get("content-encoding", "identity") != "identity":
         raise Fault("a compressed reply, which was not asked for")
       declared, read = response.headers.get("content-length", ""), bytearray()
-      if not declared.isdigit() or int(declared) <= most:
+      if not _is_number(declared) or int(declared) <= most:
         async for part in response.aiter_raw():
           read += part
           if len(read) > most:
@@ -87,9 +89,13 @@ def check_status(reply: Reply) -> None:
   if 400 <= status < 500 and status not in AGAIN:
     raise Fault(said, again=False)
   after = reply.headers.get("retry-after", "")
-  if status in (429, 503) and after.isdigit() and len(after) < 7:
+  if status in (429, 503) and _is_number(after) and len(after) < 7:
     raise Fault(said, after=float(after))
   raise Fault(said, after=1.0 if status == 429 else None)
+
+
+def _is_number(text: str) -> bool:
+  return text.isascii() and text.isdigit()
 
 
 def _detail(body: bytes) -> str:

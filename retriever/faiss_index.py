@@ -119,6 +119,10 @@ class FaissIndex(VectorIndex):
     _, rows_QM = self._index.search(queries_QD, count)
     return rows_QM
 
+  def check(self) -> None:
+    """Reads a vector back, which some kinds of FAISS can't; that is a RuntimeError."""
+    self._vectors(np.zeros(1, np.int64))
+
   def _vectors(self, rows_M: Int64[np.ndarray, "M"]) -> Float[np.ndarray, "M D"]:
     if self._vectors_PD is None:
       return self._held.reconstruct_batch(rows_M)
@@ -149,15 +153,17 @@ def read(path: Path, rows: int, dim: int) -> faiss.Index:
 
 def build(vectors_PD: Float[np.ndarray, "P D"], factory_: str, path: Path,
           on_rows: Callable[[int], None] = lambda n: None) -> None:
-  """Builds FAISS's index of stored vectors and writes the file, a block of them in memory at a time.
+  """Builds FAISS's index of stored vectors and writes the file, a block in memory at a time.
 
-  `factory_`: FAISS's own word for the kind, such as `IVF1024,Flat`. `on_rows` hears how many are in.
+  `factory_`: FAISS's own word for the kind, such as `IVF1024,Flat`. `on_rows` hears of progress.
   """
   rows, dim = vectors_PD.shape
   at_M = np.linspace(0, rows - 1, min(rows, SAMPLE_BYTES // (4 * dim))).astype(np.int64)
   sample_MD = np.asarray(vectors_PD[at_M], np.float32)
   try:
     index = faiss.index_factory(dim, factory_, faiss.METRIC_INNER_PRODUCT)
+    if isinstance(index, faiss.IndexPreTransform) and len(sample_MD) < dim:
+      raise RuntimeError("a rotation needs as many vectors as they have numbers")  # FAISS crashes
     _shorten_rotation(index)
     index.train(sample_MD)
   except RuntimeError as e:
@@ -183,9 +189,12 @@ def factory(kind: str, rows: int, dim: int) -> str:
     return f"IVF{lists},Flat"
   if kind == "hnsw":
     return "HNSW32,Flat"
+  if sample < 39 * 16:
+    return "IVF1,SQ8"  # too few to learn codes from
   parts = next(m for m in (dim // 4, dim // 8, 1) if m and dim % m == 0)
   bits = 8 if sample >= 39 * 256 else 4  # there, too
-  return f"OPQ{parts},IVF{lists},PQ{parts}x{bits}"  # a byte for four numbers
+  rotation = f"OPQ{parts}," if sample >= max(dim, 39 * 256) else ""  # it learns codes of its own
+  return f"{rotation}IVF{lists},PQ{parts}x{bits}"  # a byte for four numbers
 
 
 KINDS: Sequence[str] = ("ivf", "hnsw", "pq")

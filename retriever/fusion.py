@@ -32,7 +32,6 @@ class FusionEngine(SearchEngine):
     self._engines, self._fetch, self._k = list(engines), fetch, k
     self._weights = [1.0] * len(engines) if weights is None else [float(w) for w in weights]
     _check(len(engines), k, self._weights)
-    self._pool = ThreadPoolExecutor(len(engines), thread_name_prefix="fusion")
 
   @property
   def fingerprint(self) -> str:
@@ -47,12 +46,12 @@ class FusionEngine(SearchEngine):
   def search_each(self, queries: Sequence[str], top_k: int) -> list[Found]:
     check_top_k(top_k)
     fetch = max(self._fetch, top_k)
-    asked = [self._pool.submit(e.search_each, queries, fetch) for e in self._engines]
-    answers = zip(*(future.result() for future in asked), strict=True)
+    with ThreadPoolExecutor(len(self._engines), thread_name_prefix="fusion") as pool:
+      asked = [pool.submit(e.search_each, queries, fetch) for e in self._engines]
+      answers = zip(*(future.result() for future in asked), strict=True)
     return [self._fuse(parts, top_k) for parts in answers]
 
   def close(self) -> None:
-    self._pool.shutdown(cancel_futures=True)
     for engine in self._engines:
       engine.close()
 

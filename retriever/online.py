@@ -47,6 +47,7 @@ class OnlineEngine(SearchEngine):
     if min(in_flight, attempts, page_chars) < 1 or not seconds > 0:
       raise ValueError("in_flight, attempts and page_chars are at least 1, seconds above 0")
     self._name, self._api = name, APIS[name]
+    self.most = self._api.most
     self._blocked = frozenset(map(domain, blocked))
     self._read_pages, self._page_chars = read_pages, page_chars
     self._seconds, self._attempts, self._first_wait = seconds, attempts, first_wait

@@ -8,6 +8,7 @@ the options of the function that it names here: `{"rerank": {"index": "wiki", "p
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -26,10 +27,10 @@ Number = float | int  # as JSON has them
 
 def open_engine(spec: Spec) -> SearchEngine:
   """Opens the engine that a spec describes; a CorpusError says what is wrong with it."""
-  if spec == "empty":
-    return controls.EmptyEngine()
   spec = as_mapping(spec)
   names = [name for name in OPENERS if name in spec]
+  if "qdrant" in names and "url" in names:  # there, an option
+    names.remove("url")
   if len(names) != 1:
     raise CorpusError(f"{dict(spec)!r} names {len(names)} engines, wanted exactly one of "
                       f"{', '.join(OPENERS)}")
@@ -42,8 +43,8 @@ def open_engine(spec: Spec) -> SearchEngine:
                         f"{', '.join(known) or 'none'}")
   try:
     return opener(spec[names[0]], **options)
-  except ValueError as e:  # an option of the right name and a wrong value
-    raise CorpusError(f"{names[0]!r}: {e}") from e
+  except (ValueError, TypeError, AttributeError) as e:  # the right name, and a wrong value
+    raise CorpusError(f"{dict(spec)!r}: {str(e).splitlines()[0]}") from e
 
 
 def as_mapping(spec: Spec) -> Mapping[str, Any]:
@@ -51,6 +52,8 @@ def as_mapping(spec: Spec) -> Mapping[str, Any]:
   if isinstance(spec, Mapping):
     return spec
   text = str(spec)
+  if text == "empty":
+    return {"empty": True}
   if text.lstrip().startswith("{"):
     try:
       return json.loads(text)
@@ -79,6 +82,8 @@ def _open_url(urls: str | Sequence[str], *, seconds: Number = 120.0, token_env: 
 def _open_online(name: str, *, blocked: Sequence[str] = (), read_pages: bool = False,
                  seconds: Number = 30.0) -> SearchEngine:
   """A web search; its key comes from the environment."""
+  if isinstance(blocked, str):
+    raise CorpusError(f"blocked is {blocked!r}; wanted a list of domains")
   return online.OnlineEngine(name, environ=os.environ, blocked=tuple(blocked),
                              read_pages=read_pages, seconds=float(seconds))
 
@@ -96,7 +101,11 @@ def _open_qdrant(collection: str, *, url: str, encoder: str, rule: str | None = 
 def _fuse(specs: Sequence[Spec], *, fetch: int = fusion.FETCH, k: Number = fusion.K,
           weights: Sequence[Number] | None = None) -> SearchEngine:
   """Several engines over one corpus, by reciprocal rank."""
-  return fusion.FusionEngine([open_engine(s) for s in specs], fetch, k, weights)
+  with contextlib.ExitStack() as held:
+    engines = [held.enter_context(_able(open_engine(s), fetch)) for s in specs]
+    made = fusion.FusionEngine(engines, fetch, k, weights)
+    held.pop_all()
+  return made
 
 
 def _rerank(spec: Spec, *, model: str = "", encoder: str = "", rule: str | None = None,
@@ -110,22 +119,27 @@ def _rerank(spec: Spec, *, model: str = "", encoder: str = "", rule: str | None 
     about = encoders.wanted_spec(encoder, rule=rule, dtype=dtype)
     digest = hashlib.sha256(json.dumps(encoders.identity(about), sort_keys=True).encode())
     scorer = rerank.EncoderScorer(encoders.from_spec(about, Path()), digest.hexdigest())
-  return rerank.RerankEngine(open_engine(spec), scorer, fetch)
+  return _over(spec, lambda e: rerank.RerankEngine(_able(e, fetch), scorer, fetch))
 
 
 def _random(spec: Spec, *, seed: int = 0) -> SearchEngine:
   """A control: passages that have nothing to do with the query."""
-  return controls.RandomEngine(_local(spec), seed)
+  return _over(spec, lambda e: controls.RandomEngine(_local(e), seed))
 
 
 def _noisy(spec: Spec, *, p: Number, seed: int = 0) -> SearchEngine:
   """A control: with probability p, random passages."""
-  return controls.NoisyEngine(_local(spec), float(p), seed)
+  return _over(spec, lambda e: controls.NoisyEngine(_local(e), float(p), seed))
 
 
 def _record(spec: Spec, *, file: str) -> SearchEngine:
   """Answers are written to a file; those that it has are not asked for again."""
-  return tape.Recorder(open_engine(spec), file)
+  return _over(spec, lambda e: tape.Recorder(e, file))
+
+
+def _empty(_: object) -> SearchEngine:
+  """A control: finds nothing."""
+  return controls.EmptyEngine()
 
 
 def _replay(file: str, *, fingerprint: str | None = None) -> SearchEngine:
@@ -133,24 +147,41 @@ def _replay(file: str, *, fingerprint: str | None = None) -> SearchEngine:
   return tape.Replay(file, fingerprint)
 
 
-def _local(spec: Spec) -> controls.Local:
+def _over(spec: Spec, wrap: Callable[[SearchEngine], SearchEngine]) -> SearchEngine:
+  """An engine over another one, which is closed where that can't be."""
+  with contextlib.ExitStack() as held:
+    made = wrap(held.enter_context(open_engine(spec)))
+    held.pop_all()
+  return made
+
+
+def _able(engine: SearchEngine, fetch: int) -> SearchEngine:
+  """The engine, where it gives as many passages as will be fetched."""
+  if engine.most is not None and fetch > engine.most:
+    raise CorpusError(f"fetch is {fetch}, {engine.fingerprint[:20]} gives at most {engine.most} "
+                      "passages; lower fetch")
+  return engine
+
+
+def _local(engine: SearchEngine) -> controls.Local:
   """An engine whose passages can be read by row, and so be drawn from."""
-  found = open_engine(spec)
-  found = found.engine if isinstance(found, sharing.Cached) else found
+  found = engine.engine if isinstance(engine, sharing.Cached) else engine
   if not isinstance(found, controls.Local):
-    raise CorpusError(f"{spec!r} has no corpus to draw from; wanted an index folder")
+    raise CorpusError(f"{found.fingerprint!r} has no corpus to draw from; wanted an index folder")
   return found
 
 
 def _secret(name: str) -> str | None:
   if not name:
     return None
-  if not os.environ.get(name):
-    raise CorpusError(f"{name} is not set in the environment; put the server's token there")
-  return os.environ[name]
+  token = os.environ.get(name, "")
+  if not token or not token.isascii() or not token.isprintable() or token != token.strip():
+    raise CorpusError(f"{name} holds no token in the environment; put the server's there, in "
+                      "printable ASCII without spaces around it")
+  return token
 
 
 OPENERS: Mapping[str, Callable[..., SearchEngine]] = {
-    "index": _open_index, "url": _open_url, "online": _open_online, "qdrant": _open_qdrant,
-    "fuse": _fuse, "rerank": _rerank, "random": _random, "noisy": _noisy, "record": _record,
-    "replay": _replay}
+    "index": _open_index, "empty": _empty, "url": _open_url, "online": _open_online,
+    "qdrant": _open_qdrant, "fuse": _fuse, "rerank": _rerank, "random": _random, "noisy": _noisy,
+    "record": _record, "replay": _replay}

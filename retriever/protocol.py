@@ -25,7 +25,7 @@ class Passage:
 
 
 class RetrievalError(Exception):
-  """The engine failed (not the query): after retries, the episode that asked is dropped, never scored."""
+  """The engine failed, not the query: the episode that asked is dropped, never scored."""
 
 
 class CorpusError(Exception):
@@ -43,6 +43,7 @@ class SearchEngine(abc.ABC):
   """What every engine is: a Search, with a fingerprint that changes when its answers may."""
 
   fingerprint: str
+  most: int | None = None  # passages a query, where there is a limit
 
   @abc.abstractmethod
   def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:

@@ -111,9 +111,9 @@ def _token(name: str | None, environ: Mapping[str, str]) -> str | None:
   if name is None:
     return None
   token = environ.get(name, "")
-  if not token or not token.isascii() or not token.isprintable():
+  if not token or not token.isascii() or not token.isprintable() or token != token.strip():
     raise ValueError(f"--token_env names {name}, which holds no token; set it to one of printable "
-                     "ASCII characters")
+                     "ASCII characters without spaces around it")
   return token
 
 

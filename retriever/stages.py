@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import io
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from rich.text import Text
 
 from retriever import bm25, encoders, faiss_index, store
 from retriever import corpus as corpus_lib
+from retriever import manifest as manifest_lib
 from retriever.corpus import Corpus, Scan
 from retriever.manifest import Fingerprint, Manifest
 from retriever.protocol import CorpusError
@@ -26,7 +28,7 @@ ENCODE_BATCH = 4096
 KEEP_ROWS = 65_536  # a kill costs at most as many, encoded again
 TRAINED = faiss_index.KINDS
 KINDS = ("flat", "mesh", *TRAINED, "bm25")
-RECIPE, SCAN, LOCK, ENCODER = ".recipe.json", ".scan.json", ".lock", ".encoder.json"
+RECIPE, SCAN, ENCODER = ".recipe.json", ".scan.json", ".encoder.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,19 +42,21 @@ class Recipe:
   skip_bad: bool = False
   faiss_file: Path | None = None
 
-  def made(self, manifest: Manifest) -> bool:
-    """Whether an index is what this would make."""
+  def made(self, manifest: Manifest, out: Path) -> bool:
+    """Whether the index in `out` is what this would make."""
     encoder, index = self.encoder and encoders.identity(self.encoder), dict(self.index)
     if (manifest.source, manifest.encoder) != (self.source, encoder):
       return False
     if index["kind"] in TRAINED and "factory" not in index:
       index["factory"] = faiss_index.factory(index["kind"], manifest.rows, encoder["dim"])
+    if self.faiss_file and os.path.relpath(self.faiss_file, out) not in manifest.files:
+      return False
     return (index.items() <= dict(manifest.index).items()
             and (self.skip_bad or not manifest.skipped))
 
   def to_json(self) -> str:
     return json.dumps([dataclasses.asdict(self.source), self.encoder, self.index, self.skip_bad,
-                       str(self.corpus_path.resolve())], sort_keys=True)
+                       str(self.corpus_path), str(self.faiss_file)], sort_keys=True)
 
 
 class Workshop:
@@ -65,13 +69,9 @@ class Workshop:
         _Rate(), TimeRemainingColumn(), console=Console(stderr=True), disable=quiet)
 
   def __enter__(self) -> Workshop:
+    self._lock = _locked(self.out.with_name(f".{self.out.name}.lock"))
+    self._settle_old()
     self.folder.mkdir(exist_ok=True)
-    self._lock = (self.folder / LOCK).open("w")
-    try:
-      fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
-      self._lock.close()
-      raise CorpusError(f"{self.folder} is at work already; wait for that build, or stop it") from e
     recipe = self.folder / RECIPE
     if not (recipe.is_file() and recipe.read_text() == self._recipe.to_json()):
       self._sweep()  # of another build
@@ -81,13 +81,17 @@ class Workshop:
 
   def __exit__(self, *_) -> None:
     self._progress.stop()
+    worth = any((self.folder / name).is_file() for name in (SCAN, manifest_lib.NAME))
+    if self.folder.exists() and not worth:
+      shutil.rmtree(self.folder, ignore_errors=True)
+    Path(self._lock.name).unlink(missing_ok=True)
     self._lock.close()
-    if self.folder.exists() and not (self.folder / SCAN).is_file():
-      shutil.rmtree(self.folder, ignore_errors=True)  # nothing that would be worth keeping
 
   def fill(self) -> Manifest:
-    """Goes through the stages; the folder then is a whole index."""
+    """Goes through the stages that are left; the folder then is a whole index."""
     recipe = self._recipe
+    if (self.folder / manifest_lib.NAME).is_file():  # killed before it was put in its place
+      return Manifest.load(self.folder)
     scan = self._scan()
     index = dict(recipe.index)
     with Corpus(scan.path, self.folder / corpus_lib.OFFSETS) as corpus:
@@ -102,9 +106,27 @@ class Workshop:
             self._vectors(corpus, encoder, index))
     manifest = self._manifest(scan, index, files)
     manifest.save(self.folder)
-    for path in self.folder.glob(".*"):  # what only a build in progress needs
-      path.unlink()
     return manifest
+
+  def put_in_place(self) -> None:
+    """Renames the folder to `out`; what was there goes only once the new one stands."""
+    old = self.out.with_name(f".{self.out.name}.old")
+    if self.out.exists():
+      if any(self.out.iterdir()) and not (self.out / manifest_lib.NAME).is_file():
+        raise CorpusError(f"{self.out} is not empty any more and holds no index; the new one waits "
+                          f"in {self.folder}: clear the folder and repeat the command")
+      self.out.rename(old)
+    self.folder.rename(self.out)
+    shutil.rmtree(old, ignore_errors=True)
+    for path in self.out.glob(".*"):  # what only a build in progress needs
+      path.unlink()
+
+  def _settle_old(self) -> None:
+    """A build that was killed while it replaced an index leaves that one aside."""
+    old = self.out.with_name(f".{self.out.name}.old")
+    if old.exists() and not self.out.exists():
+      old.rename(self.out)
+    shutil.rmtree(old, ignore_errors=True)
 
   def _scan(self) -> Scan:
     """The lines checked and their offsets."""
@@ -159,8 +181,14 @@ class Workshop:
 
   def _take_in(self, rows: int, dim: int) -> list[str]:
     """A finished index stays where it is; it must be of as many passages and numbers."""
-    path = self._recipe.faiss_file.resolve()
-    faiss_index.read(path, rows, dim)
+    path = self._recipe.faiss_file
+    index = faiss_index.read(path, rows, dim)
+    try:
+      faiss_index.FaissIndex(index, None, faiss_index.Effort()).check()
+    except RuntimeError as e:
+      reason = str(e).splitlines()[0]
+      raise CorpusError(f"{path} does not give back its vectors, which searches score again "
+                        f"({reason}); wanted Flat, IVF or HNSW, without IDMap") from e
     return [os.path.relpath(path, self.out)]
 
   def _manifest(self, scan: Scan, index: Mapping[str, Any], files: list[str]) -> Manifest:
@@ -186,8 +214,6 @@ class Workshop:
 
   def _sweep(self) -> None:
     for path in self.folder.iterdir():
-      if path.name == LOCK:
-        continue
       shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
@@ -199,6 +225,19 @@ class _Rate(TextColumn):
 
   def render(self, task) -> Text:
     return Text(f"{task.speed:,.0f}/s" if task.speed else "")
+
+
+def _locked(path: Path) -> io.TextIOWrapper:
+  """The lock file, held; it goes when its holder ends, which then removes it."""
+  file = path.open("w")
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
+      raise OSError("its holder has just removed it")
+  except OSError as e:
+    file.close()
+    raise CorpusError(f"{path} says a build is at work already; wait for it, or stop it") from e
+  return file
 
 
 def _contents(corpus: Corpus):

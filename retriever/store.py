@@ -42,7 +42,7 @@ def blocks(vectors_PD: Float[np.ndarray, "P D"],
 
 
 class Writer:
-  """Appends vectors to a file; what `keep` has put on the disk survives a kill, and is not redone."""
+  """Appends vectors to a file; what `keep` has put on the disk survives a kill."""
 
   def __init__(self, folder: Path, dim: int, dtype: str):
     self._dim, self._dtype = dim, np.dtype(DTYPES[dtype])
@@ -67,8 +67,9 @@ class Writer:
       stored_MD = vectors_MD.astype(self._dtype)
     finite_M = np.isfinite(stored_MD).all(axis=1)
     if not finite_M.all():
-      raise CorpusError(f"the vector of row {self.rows + int(np.argmin(finite_M))} is not finite in "
-                        f"{self._dtype.name}; check the encoder's weights")
+      row = self.rows + int(np.argmin(finite_M))
+      raise CorpusError(f"the vector of row {row} is not finite in {self._dtype.name}; check the "
+                        "encoder's weights")
     self._file.write(stored_MD.tobytes())
     self.rows += len(stored_MD)
 

@@ -122,6 +122,8 @@ def read_reply(body: bytes | bytearray, queries: Sequence[str], top_k: int, *,
   if len(result) != len(queries):
     raise BadReply(f"{len(result)} results for {len(queries)} queries")
   found: list[Found] = [_read_passages(items, top_k) for items in result]
+  if fingerprint is None and "proofs" in reply:
+    raise BadReply("with proofs, of a server that did not tell its index before; open it anew")
   if fingerprint is not None:
     return _proven(reply, found, queries, top_k, fingerprint)
   if not accept_empty and not all(found):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import random
 import signal
@@ -65,6 +66,7 @@ def test_kinds_have_different_fingerprints_and_options_change_them(tmp_path, cor
 @pytest.mark.parametrize("kind, asked, said", [
     ("flat", {"probes": 3}, "means nothing to an index of kind 'flat'"),
     ("flat", {"dtype": "bfloat16"}, "dtype means nothing"),
+    ("flat", {"model": "nowhere"}, "leave the option model out"),
     ("mesh", {"gpu": True}, "means nothing to an index of kind 'mesh'"),
     ("bm25", {"model": "x"}, "model means nothing to an index of kind 'bm25'"),
     ("ivf", {"ef_search": 3}, "ef_search means nothing"),
@@ -79,6 +81,8 @@ def test_options_that_mean_nothing_are_refused(tmp_path, corpus, kind, asked, sa
 @pytest.mark.parametrize("wrong, said", [
     ({"index": "lsh"}, "index 'lsh' is not known, choose one of flat"),
     ({"index": "flat", "factory": "IVF1,Flat"}, "--factory"),
+    ({"index": "hnsw", "faiss_file": "x"}, "leave out --index"),
+    ({"index": "bm25", "dim": 9}, "--dim is of the hashing encoder"),
     ({"index": "bm25", "encoder": "e5"}, "leave out --encoder"),
     ({"rule": "e5"}, "--rule and --dtype are of sentence encoders"),
     ({"index": "ivf", "factory": "nonsense"}, "can't make 'nonsense'")])
@@ -162,9 +166,73 @@ def test_what_another_build_left_is_not_gone_on_with(tmp_path, corpus, monkeypat
   assert not (tmp_path / ".i.part").exists()
 
 
+def test_a_finished_build_waits_where_it_could_not_be_put_in_place(tmp_path, corpus, monkeypatch):
+  def fail(*_):
+    raise OSError("busy")
+
+  with monkeypatch.context() as m, pytest.raises(OSError, match="busy"):
+    m.setattr("pathlib.Path.rename", fail)
+    build(corpus, tmp_path / "i", dim=DIM, quiet=True)
+  monkeypatch.setattr(HashingEncoder, "encode_passages", fail)  # nothing is done again
+  monkeypatch.chdir(corpus.parent)  # and from wherever the command is repeated
+  build(corpus.name, tmp_path / "i", dim=DIM, quiet=True)
+  assert open_index(tmp_path / "i").search([PEOPLE[0]], 1)[0][0].title == PEOPLE[0]
+  assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+  assert not list((tmp_path / "i").glob(".*"))
+
+
+def test_an_index_is_back_where_its_replacement_was_killed_halfway(tmp_path, corpus):
+  fingerprint = build(corpus, tmp_path / "i", dim=DIM, quiet=True).fingerprint
+  (tmp_path / "i").rename(tmp_path / ".i.old")  # as after the first of the two renames
+  with pytest.raises(CorpusError, match="not JSON"):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("x")
+    build(bad, tmp_path / "i", dim=DIM, overwrite=True, quiet=True)
+  assert open_index(tmp_path / "i").fingerprint == fingerprint
+
+
+def test_what_others_put_into_the_folder_meanwhile_stays(tmp_path, corpus, monkeypatch):
+  encode = HashingEncoder.encode_passages
+
+  def meanwhile(self, passages):
+    (tmp_path / "i").mkdir(exist_ok=True)
+    (tmp_path / "i" / "precious.txt").write_text("mine")
+    return encode(self, passages)
+
+  monkeypatch.setattr(HashingEncoder, "encode_passages", meanwhile)
+  with pytest.raises(CorpusError, match="not empty any more"):
+    build(corpus, tmp_path / "i", dim=DIM, quiet=True)
+  assert (tmp_path / "i" / "precious.txt").read_text() == "mine"
+
+
+def test_a_folder_that_holds_its_own_source_is_not_replaced(tmp_path, corpus):
+  build(corpus, tmp_path / "i", dim=DIM, quiet=True)
+  inside = corpus.rename(tmp_path / "i" / "corpus.jsonl")
+  with pytest.raises(CorpusError, match="lies in the folder that is to be written"):
+    build(inside, tmp_path / "i", dim=DIM, overwrite=True, quiet=True)
+  assert inside.is_file()
+
+
+def test_a_mount_point_is_refused_before_anything_is_built(tmp_path, corpus, monkeypatch):
+  monkeypatch.setattr("pathlib.Path.is_mount", lambda self: self.name == "volume")
+  with pytest.raises(CorpusError, match="name a folder in it"):
+    build(corpus, tmp_path / "volume", dim=DIM, quiet=True)
+
+
+def test_the_lost_text_of_a_packed_corpus_is_unpacked_again(tmp_path, corpus):
+  packed = tmp_path / "corpus.jsonl.gz"
+  packed.write_bytes(gzip.compress(corpus.read_bytes()))
+  build(packed, tmp_path / "i", dim=DIM, quiet=True)
+  (tmp_path / "i" / "corpus.jsonl").unlink()
+  with pytest.raises(CorpusError, match="corpus.jsonl is missing"):
+    build(packed, tmp_path / "i", dim=DIM, quiet=True)
+  build(packed, tmp_path / "i", dim=DIM, overwrite=True, quiet=True)
+  assert len(open_index(tmp_path / "i")) == 360
+
+
 def test_two_builders_do_not_write_one_folder(tmp_path, corpus):
   recipe = build_lib.make_recipe(corpus, encoder="hashing", dim=DIM, rule=None, dtype=None,
-                                 index="flat", factory=None, faiss_file=None, skip_bad=False)
+                                 index=None, factory=None, faiss_file=None, skip_bad=False)
   with stages.Workshop(tmp_path / "i", recipe, quiet=True):
     with pytest.raises(CorpusError, match="at work already"):
       build(corpus, tmp_path / "i", dim=DIM, quiet=True)
@@ -205,6 +273,34 @@ def test_a_finished_index_of_other_passages_is_refused(tmp_path, corpus):
     with pytest.raises(CorpusError, match=said):
       build(corpus, tmp_path / "in", dim=DIM, faiss_file=made, quiet=True)
   assert not (tmp_path / "in").exists()
+
+
+def test_another_finished_index_of_the_same_name_is_another(tmp_path, corpus):
+  for name in ("a", "b"):
+    (tmp_path / name).mkdir()
+    published(tmp_path / name / "e.index", rows())
+  build(corpus, tmp_path / "in", dim=DIM, faiss_file=tmp_path / "a" / "e.index", quiet=True)
+  with pytest.raises(CorpusError, match="--overwrite"):
+    build(corpus, tmp_path / "in", dim=DIM, faiss_file=tmp_path / "b" / "e.index", quiet=True)
+
+
+def test_an_index_that_does_not_give_back_its_vectors_is_refused(tmp_path, corpus):
+  encoder = HashingEncoder.fit(rows(), DIM)
+  index = faiss.index_factory(DIM, "IDMap,Flat", faiss.METRIC_INNER_PRODUCT)
+  index.add_with_ids(encoder.encode_passages(rows()), np.arange(360))
+  faiss.write_index(index, str(tmp_path / "e.index"))
+  with pytest.raises(CorpusError, match="does not give back its vectors"):
+    build(corpus, tmp_path / "in", dim=DIM, faiss_file=tmp_path / "e.index", quiet=True)
+
+
+@pytest.mark.parametrize("count", [20, 360])
+def test_few_passages_of_many_numbers_can_be_coded(tmp_path, count):
+  """Fewer than a rotation needs, which FAISS answers with a crash."""
+  corpus = write(tmp_path / "few.jsonl", rows()[:count])
+  build(corpus, tmp_path / "i", index="pq", dim=1024, quiet=True)
+  assert open_index(tmp_path / "i").search([PEOPLE[0]], 1)[0][0].title == PEOPLE[0]
+  with pytest.raises(CorpusError, match="a rotation needs as many"):
+    build(corpus, tmp_path / "j", index="pq", factory="OPQ8,PQ8x4", dim=1024, quiet=True)
 
 
 # Damage

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from retriever import client as client_lib
-from retriever import replicas, wire
+from retriever import exchange, replicas, wire
 from retriever.app import Serving
 from retriever.client import Client
 from retriever.protocol import CorpusError, RetrievalError
@@ -337,3 +337,28 @@ def test_many_threads_share_a_client_and_nothing_is_mixed_up():
     with concurrent.futures.ThreadPoolExecutor(32) as pool:
       assert all(pool.map(ask, range(300)))
     assert len(engine.batches) < 300  # they shared searches
+
+
+@pytest.mark.parametrize("token", ["secret\n", " secret", "", "geheimnüs"])
+def test_a_token_that_can_not_be_sent_is_refused_and_not_told(token):
+  with pytest.raises(ValueError) as caught:
+    Client("http://127.0.0.1:9", token=token)
+  assert "ecret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("after", ["²", "-1", "soon", "9" * 30])
+def test_a_retry_after_that_is_no_number_is_no_crash(after):
+  reply = exchange.Reply(429, {"retry-after": after}, b"{}")
+  with pytest.raises(exchange.Fault) as caught:
+    exchange.check_status(reply)
+  assert caught.value.again and caught.value.after == 1.0
+
+
+def test_proofs_of_an_index_that_nobody_knew_of_are_no_answer():
+  """A server that told nothing when the client was made, and now proves what it says."""
+  asked = wire.read_request(wire.write_request(["q"], 2), wire.Limits(), 3)  # a client's own form
+  reply = wire.write_reply(asked, [passages("q", 2)], FINGERPRINT)
+  read = wire.read_reply(reply, ["q"], 2, fingerprint=FINGERPRINT, accept_empty=False)
+  assert read == [passages("q", 2)]
+  with pytest.raises(wire.BadReply, match="did not tell its index"):
+    wire.read_reply(reply, ["q"], 2, fingerprint=None, accept_empty=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 
 import numpy as np
 import pytest
@@ -63,6 +64,17 @@ def test_a_changed_corpus_is_scanned_again(tmp_path):
   Corpus.open(path)
   write(path, ROWS[:1])
   assert list(Corpus.open(path)) == ROWS[:1]
+
+
+def test_a_packed_corpus_put_in_anothers_place_is_unpacked_again(tmp_path):
+  """Even one that is older than what was unpacked before."""
+  for name, kept in (("a", ROWS), ("b", ROWS[:1])):
+    text = write(tmp_path / "plain", kept).read_bytes()
+    (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(text))
+  os.utime(tmp_path / "b.jsonl.gz", (1, 1))
+  assert len(Corpus.open(tmp_path / "a.jsonl.gz")) == 3
+  (tmp_path / "b.jsonl.gz").replace(tmp_path / "a.jsonl.gz")
+  assert len(Corpus.open(tmp_path / "a.jsonl.gz")) == 1
 
 
 def test_offsets_of_another_file_are_refused(tmp_path):

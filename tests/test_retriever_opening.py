@@ -52,6 +52,8 @@ def test_engines_are_put_together(index, tmp_path):
     found = recorder.search([asked], 3)
   with open_engine({"replay": tape}) as replay:
     assert replay.search([asked], 3) == found
+    named = open_engine({"replay": tape, "fingerprint": replay.fingerprint})
+    assert named.search([asked], 3) == found
     with pytest.raises(RetrievalError):
       replay.search(["another"], 3)
 
@@ -59,16 +61,20 @@ def test_engines_are_put_together(index, tmp_path):
 @pytest.mark.parametrize("spec, said", [
     ("nowhere", "nowhere holds no index"),
     ("{", "is not JSON"),
-    ({}, "names 0 engines, wanted exactly one of index, url"),
+    ({}, "names 0 engines, wanted exactly one of index, empty, url"),
     ({"index": "a", "url": "b"}, "names 2 engines"),
     ({"index": "a", "prboes": 3}, "'index' has no option 'prboes', choose from kind, model"),
-    ({"empty": "a"}, "names 0 engines"),
+    ({"qdrant": "wiki", "url": "http://localhost:1", "encoder": "nowhere/no-e5"}, "no-e5"),
+    ({"index": 5}, "index"),
+    ({"fuse": 5}, "fuse"),
+    ({"noisy": "empty"}, "'p'"),
+    ({"online": "serper", "blocked": "com"}, "wanted a list of domains"),
     ({"random": "empty"}, "no corpus to draw from"),
     ({"noisy": "empty", "p": 2}, "no corpus to draw from"),
     ({"rerank": "empty"}, "wants a model"),
     ({"fuse": ["empty"]}, "wanted two or more"),
     ({"url": "ftp://localhost"}, "no address of a search server"),
-    ({"url": "http://localhost:1", "token_env": "NO_SUCH_TOKEN"}, "NO_SUCH_TOKEN is not set"),
+    ({"url": "http://localhost:1", "token_env": "NO_SUCH_TOKEN"}, "NO_SUCH_TOKEN holds no token"),
     ("online:yahoo", "yahoo")])
 def test_what_is_wrong_with_a_spec_is_said(spec, said):
   with pytest.raises(CorpusError, match=said) as caught:

@@ -247,7 +247,11 @@ def open_search(c: ml_collections.ConfigDict) -> SearchEngine:
     spec = {"random": spec, "seed": c.seed}
   elif r.engine == "noisy":
     spec = {"noisy": spec, "p": r.noise, "seed": c.seed}
-  return opening.open_engine({"record": spec, "file": r.record} if r.record else spec)
+  found = opening.open_engine({"record": spec, "file": r.record} if r.record else spec)
+  if found.most is not None and c.episode.top_k > found.most:
+    raise UserError(f"config.episode.top_k is {c.episode.top_k}, config.retriever.index gives at "
+                    f"most {found.most}; lower it")
+  return found
 
 
 def load_questions(specs: tuple[str, ...], limit: int = 0) -> list[Question]:
