@@ -25,7 +25,7 @@ common.pin(args.cpus)
 
 import jax
 
-from retriever.engine import open_engine
+from retriever.opening import open_engine
 from searchr1_jax.model import weights
 from searchr1_jax.rollout import draw, drive
 from searchr1_jax.rollout.engine import Engine

@@ -4,8 +4,8 @@
   python -m benchmarks.serving --rows 1000000 --dim 384 --server-cpus 1 --cpus 0
 
 With an index folder its encoder is part of the work. Without, a Flat index of random unit vectors
-answers for vectors that are looked up. The other server is the usual one: FastAPI, a pydantic model,
-a plain function that searches for the request's queries. Both are one process each, on the same
+answers for vectors that are looked up. The other server is the usual one: FastAPI, a pydantic
+model, a plain function that searches for the request's queries. Both are one process each, on the same
 cores, over the same mapped files, and keep no answers; they are measured in turns. Latencies in ms
 are over all repeats, throughput is the median of them, `cpu_ms` what a request costs the server,
 which tells more where others use the machine. One JSON line.
@@ -28,7 +28,8 @@ import time
 
 import pydantic
 
-p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+p = argparse.ArgumentParser(description=__doc__,
+                            formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("--index", default=None, help="an index folder")
 p.add_argument("--questions", default=None, help='jsonl with a "question" a line')
 p.add_argument("--rows", type=int, default=1_000_000)

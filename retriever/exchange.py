@@ -66,14 +66,15 @@ class Exchange:
       most = REPLY_BYTES if response.status_code == 200 else ERROR_BYTES
       if response.headers.get("content-encoding", "identity") != "identity":
         raise Fault("a compressed reply, which was not asked for")
-      declared, read = response.headers.get("content-length", ""), bytearray()
+      declared, parts, size = response.headers.get("content-length", ""), [], 0
       if not _is_number(declared) or int(declared) <= most:
         async for part in response.aiter_raw():
-          read += part
-          if len(read) > most:
+          parts.append(part)  # joined once: growing bytes would be copied, and held twice
+          size += len(part)
+          if size > most:
             break
         else:
-          return Reply(response.status_code, response.headers, bytes(read))
+          return Reply(response.status_code, response.headers, b"".join(parts))
       raise Fault(f"status {response.status_code} with more than {most:,} bytes")
 
 

@@ -17,11 +17,12 @@ import faiss
 import numpy as np
 from jaxtyping import Float, Float32, Int64
 
-from retriever import store
+from retriever import product, store
 from retriever.protocol import CorpusError
 
 NAME = "index.faiss"
 SAMPLE_BYTES = 1 << 29  # of float32 vectors that an index is taught by
+BATCH = 12  # of 100,000 × 384: FAISS 6 ms a query, one product 56 ms for 16, 104 for 64
 SPARE = 8  # FAISS rounds by batch size: this many more are fetched, scored again and cut
 # Mapped; without tables that only L2 distances use, which are larger than the index.
 _READING = faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE
@@ -65,7 +66,10 @@ class VectorIndex(abc.ABC):
 
 
 class FlatIndex(VectorIndex):
-  """Every vector compared, straight from the mapped file: nothing to build, nothing to load."""
+  """Every vector compared, straight from the mapped file: nothing to build, nothing to load.
+
+  FAISS reads the matrix once a query; from BATCH queries on one product for all of them is faster.
+  """
 
   def __init__(self, vectors_PD: Float32[np.ndarray, "P D"]):
     super().__init__(len(vectors_PD), SPARE)
@@ -73,6 +77,8 @@ class FlatIndex(VectorIndex):
 
   def _candidates(self, queries_QD: Float32[np.ndarray, "Q D"],
                   count: int) -> Int64[np.ndarray, "Q M"]:
+    if len(queries_QD) >= BATCH:
+      return product.best_rows(queries_QD, self._vectors_PD, count)
     _, rows_QM = faiss.knn(queries_QD, self._vectors_PD, count, metric=faiss.METRIC_INNER_PRODUCT)
     return rows_QM
 

@@ -1,7 +1,7 @@
 """What travels between a search client and a search server, written and read: bytes in, values out.
 
-A request is `{"queries": [...], "topk": k, "return_scores": true}`, a reply `{"result": [[{"document":
-{"id", "contents"}, "score"}, ...], ...]}`. With `"strict": true` the reply also says which index
+A request is `{"queries": [...], "topk": k, "return_scores": true}`, a reply `{"result":
+[[{"document": {"id", "contents"}, "score"}, ...], ...]}`. With `"strict": true` the reply also says which index
 answered, which queries failed and why, and for each answered query a proof: a hash over the index,
 the query and its passages, so that no answer can be cut, swapped or damaged without being noticed.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -225,7 +224,7 @@ def _read_passage(item: Any) -> Passage:
   id_, contents, score = document.get("id"), document.get("contents"), item.get("score")
   if not isinstance(id_, str) or not isinstance(contents, str):
     raise BadReply("a document without strings named 'id' and 'contents'")
-  if isinstance(score, bool) or not isinstance(score, (int, float)) or not math.isfinite(score):
+  if isinstance(score, bool) or not isinstance(score, (int, float)):  # orjson takes no NaN or inf
     raise BadReply(f"a score that is {_kind(score)}")
   return Passage(id_, contents, float(score))
 

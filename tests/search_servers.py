@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import httpx2
 import uvicorn
 
 from retriever import app, serve, wire
@@ -158,6 +159,26 @@ def received(s: socket.socket) -> bytes:
     while part := s.recv(65536):
       read += part
   return read
+
+
+def post(url: str, body, **headers: str) -> httpx2.Response:
+  content = body if isinstance(body, bytes) else json.dumps(body).encode()
+  headers = {"content-type": "application/json"} | {k.replace("_", "-"): v
+                                                    for k, v in headers.items()}
+  return httpx2.post(f"{url}/retrieve", content=content, headers=headers, timeout=PATIENCE)
+
+
+def get(url: str, **headers: str) -> httpx2.Response:
+  return httpx2.get(url, headers=headers, timeout=PATIENCE)
+
+
+def document(query: str, number: int, top_k: int) -> dict[str, str]:
+  return {"id": f"{query}#{number}", "contents": f'"{query}"\nno. {number} of {top_k}'}
+
+
+def declared(length: int, body: bytes = b"") -> bytes:
+  return (b"POST /retrieve HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+          b"content-length: %d\r\n\r\n" % length) + body
 
 
 def rss_bytes(pid: int | str = "self", peak: bool = False) -> int:

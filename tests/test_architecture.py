@@ -34,7 +34,7 @@ FLOORS = {
     "searchr1_jax.text.tokenizer": 2, "searchr1_jax.run.data": 2, "searchr1_jax.run.disk": 2,
     "searchr1_jax.run.digest": 2, "searchr1_jax.run.host": 2,
     "searchr1_jax.worlds": 2.5,
-    "retriever.wire": 1, "retriever.page_text": 1, "retriever.search_apis": 1,
+    "retriever.wire": 1, "retriever.product": 1, "retriever.page_text": 1, "retriever.search_apis": 1,
     "retriever.manifest": 2, "retriever.corpus": 2, "retriever.store": 2, "retriever.bert": 2.05,
     "retriever.vectors": 2, "retriever.model_files": 2.02, "retriever.batches": 2.06,
     "retriever.hashing": 2.07, "retriever.sentences": 2.07,

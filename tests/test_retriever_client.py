@@ -1,4 +1,4 @@
-"""The HTTP client: no fault, lie or delay of a server becomes a passage, or outlives the deadline."""
+"""The HTTP client: no fault, lie or delay becomes a passage, or outlives the deadline."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from retriever.client import Client
 from retriever.protocol import CorpusError, RetrievalError
 from tests.search_servers import (FAULTS, FINGERPRINT, LIES, PATIENCE, FaultyServer, Process,
                                   ToyEngine, passages, reset_peak, rss_bytes, running)
-
-# pytest.ini: warnings are errors, also that of a connection or a loop that was not closed.
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +51,10 @@ def test_with_faults_always_there_is_an_error_by_the_deadline_and_never_a_passag
     assert time.monotonic() - began < 0.6 + 0.5
     assert [type(f) for f in found] == [RetrievalError, RetrievalError]
     assert "no answer within 0.6 s" in str(found[0]) and server.url in str(found[0])
+    asked = server.asked
     with pytest.raises(RetrievalError):
       client.search(["a", "b"], 3)
+    assert server.asked <= asked + 1  # after a deadline in vain: one try
 
 
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f != "refused"])

@@ -62,8 +62,13 @@ def test_flat_compares_every_vector_of_the_mapped_file(tmp_path):
 
 
 def test_an_answer_does_not_depend_on_what_is_asked_beside(stored):
-  index = FlatIndex(np.asarray(stored, np.float32))
+  vectors_PD = np.asarray(stored, np.float32)
+  vectors_PD[100:1000:30] = vectors_PD[5]  # a passage that stands there many times
+  index = FlatIndex(vectors_PD)
+  assert len(QUERIES) >= faiss_index.BATCH
   together = index.search(QUERIES, 5)
+  twin = index.search(np.concatenate([vectors_PD[5:6], QUERIES]), 3)[0]
+  assert [row for row, _ in twin] == [5, 100, 130] and twin == index.search(vectors_PD[5:6], 3)[0]
   assert together == [index.search(q_D[None], 5)[0] for q_D in QUERIES]
 
 

@@ -76,7 +76,7 @@ def test_every_question_is_answered_by_following_its_hops(written):
 
 def test_the_right_query_finds_the_passage(written):
   name, folder = written
-  spec, engine = worlds.SPECS[name], engines.open_engine(folder / "index")
+  spec, engine = worlds.SPECS[name], engines.open_index(folder / "index")
   world = worlds.make_world(spec, "test", rng := np.random.default_rng((1, 4)))
   hops = [h for q in worlds.sample_questions(world, 200, rng) for h in q.hops]
   found = engine.search([f"{h.relation} {h.subject}" for h in hops], 3)
