@@ -178,3 +178,13 @@ def test_another_index_than_the_run_began_with_is_refused(world, local, tmp_path
   with search_servers.FaultyServer("html", 0.0) as other:
     with pytest.raises(Exception, match="another"):
       train.train(config(world, other.url, steps=2), tmp_path / "run")
+
+
+def test_a_run_connects_to_its_server_and_nowhere_else(world, tmp_path, monkeypatch):
+  asked, connect = [], socket.socket.connect
+  monkeypatch.setattr(socket.socket, "connect",
+                      lambda self, address: asked.append(address) or connect(self, address))
+  with search_servers.FaultyServer("html", 0.0) as server:
+    train.train(config(world, server.url, steps=1), tmp_path / "run")
+    port = server.port
+  assert {tuple(address[:2]) for address in asked} == {("127.0.0.1", port)}
