@@ -53,8 +53,7 @@ class Client(SearchEngine):
     for name, value in (("seconds", seconds), ("attempt_seconds", attempt_seconds)):
       if not 0 < value <= 1e6:
         raise ValueError(f"{name} is {value}, wanted above 0")
-    if token is not None and not (token.isascii() and token.isprintable()
-                                  and token == token.strip() != ""):
+    if token is not None and not wire.is_token(token):
       raise ValueError("the token is not of printable ASCII characters without spaces around it")
     if attempts < 1:
       raise ValueError(f"attempts is {attempts}, wanted at least 1")

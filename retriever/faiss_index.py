@@ -60,9 +60,7 @@ class VectorIndex(abc.ABC):
     rows_M = np.sort(rows_M[rows_M >= 0])  # -1 stands for "found no more"
     if rows_M.size and rows_M[-1] >= len(self):
       raise CorpusError(f"the index names row {rows_M[-1]} of {len(self)}; build it again")
-    scores_M = (self._vectors(rows_M).astype(np.float32) * query_D).sum(axis=1)
-    order_M = np.argsort(-scores_M, kind="stable")[:top_k]
-    return [(int(rows_M[i]), float(scores_M[i])) for i in order_M]
+    return product.ranked(query_D, rows_M, self._vectors(rows_M), top_k)
 
 
 class FlatIndex(VectorIndex):

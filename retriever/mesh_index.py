@@ -21,6 +21,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32
 
+from retriever import product
 from retriever.protocol import CorpusError, check_top_k
 
 KIND = "mesh"
@@ -87,9 +88,7 @@ class MeshIndex:
   def _rank(self, query_D: Float32[np.ndarray, "D"], rows_K: Int32[np.ndarray, "K"],
             top_k: int) -> list[tuple[int, float]]:
     rows_K = np.sort(rows_K[rows_K < self._rows])  # the others only fill up
-    scores_K = (self._exact_PD[rows_K].astype(np.float32) * query_D).sum(axis=1)
-    order_K = np.argsort(-scores_K, kind="stable")[:top_k]
-    return [(int(rows_K[i]), float(scores_K[i])) for i in order_K]
+    return product.ranked(query_D, rows_K, self._exact_PD[rows_K], top_k)
 
 
 def bytes_per_device(rows: int, dim: int, dtype: str, devices: int) -> int:

@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from retriever import client, controls, encoders, engine, fusion, online, rerank, sharing, tape
+from retriever import (client, controls, encoders, engine, fusion, online, rerank, sharing, tape,
+                       wire)
 from retriever.protocol import CorpusError, SearchEngine
 
 Spec = str | Path | Mapping[str, Any]
@@ -175,7 +176,7 @@ def _secret(name: str) -> str | None:
   if not name:
     return None
   token = os.environ.get(name, "")
-  if not token or not token.isascii() or not token.isprintable() or token != token.strip():
+  if not wire.is_token(token):
     raise CorpusError(f"{name} holds no token in the environment; put the server's there, in "
                       "printable ASCII without spaces around it")
   return token

@@ -1,9 +1,9 @@
-"""The rows of a matrix whose inner products with queries are the largest, at the speed of BLAS."""
+"""Rows by their inner products with queries: the largest of a matrix, and candidates in order."""
 
 from __future__ import annotations
 
 import numpy as np
-from jaxtyping import Float32, Int64
+from jaxtyping import Float, Float32, Int, Int64
 
 BLOCK_SCORES = 1 << 19  # scores at a time, over all queries: 2 MiB, which stay in the cache
 
@@ -32,6 +32,17 @@ def best_rows(queries_QD: Float32[np.ndarray, "Q D"], vectors_PD: Float32[np.nda
       scores_QM[q] = merged_M[kept_M]
       floor_Q[q] = scores_QM[q].min()
   return rows_QM
+
+
+def ranked(query_D: Float32[np.ndarray, "D"], rows_M: Int[np.ndarray, "M"],
+           vectors_MD: Float[np.ndarray, "M D"], top_k: int) -> list[tuple[int, float]]:
+  """The best `top_k` (row, score) of candidates in order of rows, best first, equal scores by row.
+
+  Each score is summed by itself in float32, so that it does not depend on the other candidates.
+  """
+  scores_M = (vectors_MD.astype(np.float32) * query_D).sum(axis=1)
+  order_M = np.argsort(-scores_M, kind="stable")[:top_k]
+  return [(int(rows_M[i]), float(scores_M[i])) for i in order_M]
 
 
 def _largest(scores_M: Float32[np.ndarray, "M"], count: int) -> Int64[np.ndarray, "K"]:

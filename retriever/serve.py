@@ -23,6 +23,7 @@ import uvicorn
 from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors import Multiprocess
 
+from retriever import wire
 from retriever.app import Serving, create_app
 from retriever.gate import ImpatientProtocol
 from retriever.protocol import CorpusError, RetrievalError, SearchEngine
@@ -111,7 +112,7 @@ def _token(name: str | None, environ: Mapping[str, str]) -> str | None:
   if name is None:
     return None
   token = environ.get(name, "")
-  if not token or not token.isascii() or not token.isprintable() or token != token.strip():
+  if not wire.is_token(token):
     raise ValueError(f"--token_env names {name}, which holds no token; set it to one of printable "
                      "ASCII characters without spaces around it")
   return token

@@ -90,6 +90,11 @@ def read_request(body: bytes, limits: Limits, top_k: int) -> Asked:
                record.get("strict", False))
 
 
+def is_token(text: str) -> bool:
+  """Whether it can travel as a bearer token: printable ASCII, no spaces around it."""
+  return text.isascii() and text.isprintable() and text == text.strip() != ""
+
+
 def write_reply(asked: Asked, found: Sequence[Found], fingerprint: str) -> bytes:
   """The body of a reply: a failed query's list is empty, its reason stands in `errors` (strict)."""
   passages = [[] if isinstance(f, RetrievalError) else f for f in found]
