@@ -196,13 +196,15 @@ def reset_peak() -> None:
 class FaultyServer:
   """A search server by hand that commits one fault with probability p, drawn in order of requests.
 
-  `/healthz` is well unless the fault is about it. `asked` counts what came to /retrieve.
+  `/healthz` is well unless the fault is about it. `asked` has the queries of each request to
+  /retrieve; one that its sender has given up may still be on its way here.
   """
 
   def __init__(self, fault: str, p: float, seed: int = 0, fingerprint: str | None = FINGERPRINT):
     self._fault, self._p, self._random = fault, p, random.Random(seed)
     self._fingerprint = fingerprint
-    self.asked, self.headers = 0, []
+    self.asked: list[tuple[str, ...]] = []
+    self.headers: list[dict[str, str]] = []
     self._closed, self._lock = threading.Event(), threading.Lock()
     self._listener = serve.bind("127.0.0.1", 0)
     self.port = self._listener.getsockname()[1]
@@ -274,7 +276,7 @@ class FaultyServer:
       asked = wire.Asked(asked.queries, asked.top_k, asked.return_scores)
     reply = wire.write_reply(asked, found, self._fingerprint or "")
     with self._lock:
-      self.asked += 1
+      self.asked.append(tuple(asked.queries))
       faulty = self._random.random() < self._p
     return getattr(self, f"_{self._fault}")(connection, reply) if faulty else _send(
         connection, 200, reply)

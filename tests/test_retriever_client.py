@@ -39,7 +39,7 @@ def test_with_faults_now_and_then_answers_are_those_without(fault):
       server.url, seconds=PATIENCE, attempt_seconds=0.3) as client:
     ask_many(client, 12)
     # 12 searches, and about 0.3 / 0.7 more tries: at least one fault was committed.
-    assert server.asked > 12
+    assert len(server.asked) > 12
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, *LIES])
@@ -51,10 +51,9 @@ def test_with_faults_always_there_is_an_error_by_the_deadline_and_never_a_passag
     assert time.monotonic() - began < 0.6 + 0.5
     assert [type(f) for f in found] == [RetrievalError, RetrievalError]
     assert "no answer within 0.6 s" in str(found[0]) and server.url in str(found[0])
-    asked = server.asked
     with pytest.raises(RetrievalError):
-      client.search(["a", "b"], 3)
-    assert server.asked <= asked + 1  # after a deadline in vain: one try
+      client.search(["c", "d"], 3)
+    assert server.asked.count(("c", "d")) <= 1  # after a deadline in vain: one try
 
 
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f != "refused"])
@@ -63,7 +62,7 @@ def test_a_server_without_proofs_is_held_to_the_form(fault):
   with FaultyServer(fault, 0.3, seed=3, fingerprint=None) as server, Client(
       server.url + "/retrieve", seconds=PATIENCE, attempt_seconds=0.3) as client:
     ask_many(client, 6)
-    assert server.asked > 6 and client.fingerprint.startswith("urls-")
+    assert len(server.asked) > 6 and client.fingerprint.startswith("urls-")
 
 
 @pytest.mark.parametrize("fault", ["huge", "endless"])
@@ -219,14 +218,13 @@ def test_the_breaker_opens_after_three_failures_and_closes_on_trial():
 def test_a_server_that_comes_back_with_another_index_is_not_asked():
   with FaultyServer("busy", 0.0) as server, Client(server.url, seconds=0.6) as client:
     ask_many(client, 1)
-    server._fingerprint, asked = "0" * 64, server.asked
+    server._fingerprint = "0" * 64
     with pytest.raises(RetrievalError, match="another index .000000000000, wanted f1f1f1f1f1f1"):
       client.search(["a"], 1)
-    assert server.asked > asked  # it was asked until it was found out, its answers never taken
-    asked = server.asked
+    assert ("a",) in server.asked  # it was asked until it was found out, its answers never taken
     with pytest.raises(RetrievalError, match="serves index 000000000000, wanted index f1f1f1"):
-      client.search(["a"], 1)
-    assert server.asked == asked
+      client.search(["b"], 1)
+    assert ("b",) not in server.asked
 
 
 @pytest.mark.parametrize("given_, served, says", [
@@ -270,7 +268,7 @@ def test_the_token_follows_no_redirect():
       with pytest.raises(RetrievalError, match=f"a redirect to {canary.url}"):
         client.search(["a"], 1)
     assert server.headers[-1]["authorization"] == "bearer secret-token"
-    assert canary.asked == 0 and canary.headers == []
+    assert canary.asked == canary.headers == []
 
 
 @pytest.mark.parametrize("after, least", [("1", 1.0), ("0", 0.0)])
