@@ -13,6 +13,8 @@ import pytest
 import tiny_runs
 
 LAUNCH = tiny_runs.ROOT / "launch"
+# Of the environment of whoever runs the tests: what launch files read.
+LEFT_OUT = ("PYTHON", "SLURM_", "SKYPILOT_", "SEARCHR1_", "JOB_")
 
 # A program that notes its words and ends as the file `ends` says, a line a start.
 STUB = """#!/usr/bin/env bash
@@ -45,7 +47,7 @@ class Box:
   def __init__(self, folder: pathlib.Path):
     self.started: list[subprocess.Popen] = []
     self.folder, self.env = folder, os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
-    for name in [n for n in self.env if n.startswith(("SLURM_", "SKYPILOT_", "SEARCHR1_", "JOB_"))]:
+    for name in [n for n in self.env if n.startswith(LEFT_OUT)]:
       del self.env[name]
 
   def put(self, name: str, text: str) -> None:
