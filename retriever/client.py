@@ -119,9 +119,13 @@ class Client(SearchEngine):
     """Waits for a server, and settles which index it is that answers."""
     try:
       async with asyncio.timeout(self._seconds):
-        while not await self._replicas.probe_all():
-          self._refuse_wrong()
-          await asyncio.sleep(LOOK_SECONDS)
+        async for look in stamina.retry_context(Fault, attempts=None, timeout=None,
+                                                wait_initial=LOOK_SECONDS, wait_exp_base=1,
+                                                wait_jitter=0):
+          with look:
+            if not await self._replicas.probe_all():
+              self._refuse_wrong()
+              raise Fault(f"no server yet ({self._replicas.reasons()})")
     except TimeoutError as e:
       raise RetrievalError(f"no server within {self._seconds:g} s "
                            f"({self._replicas.reasons()})") from e

@@ -25,9 +25,8 @@ import numpy as np
 import rich.console
 import rich.table
 import rich.text
-from rich.progress import track
 
-from retriever import opening, quality, sharing
+from retriever import console, opening, quality, sharing
 from retriever.protocol import CorpusError, RetrievalError, SearchEngine
 
 WANTED = 'wanted {"question": "…", "golden_answers": ["…"]}'
@@ -66,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   p.add_argument("--limit", type=int, default=0, help="the first so many questions; 0: all")
   p.add_argument("--json", action="store_true", help="one object on the last line")
   args = p.parse_args(argv)
+  console.tell_retries()
   try:
     ks = _numbers(args.k)
     questions = read_questions(args.questions, args.limit)
@@ -76,6 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   except (CorpusError, RetrievalError, OSError, ValueError) as e:
     print(f"retriever.evaluate: {e}", file=sys.stderr)
     return 2
+  except KeyboardInterrupt:
+    print("retriever.evaluate: stopped", file=sys.stderr)
+    return 130
   show(found, ks, rich.console.Console(width=150))
   if args.json:
     print(json.dumps(summary(found, ks)))
@@ -110,12 +113,12 @@ def measure(name: str, engine: SearchEngine, questions: Sequence[Question], k: i
   engine = engine.engine if isinstance(engine, sharing.Cached) else engine  # each is searched
   engine.search([questions[0].question], k)  # what is compiled or mapped at first use is not timed
   places, seconds = [], []
-  for q in track(questions, description="asking", transient=True,
-                 console=rich.console.Console(stderr=True)):
-    began = time.perf_counter()
-    [passages] = engine.search([q.question], k)
-    seconds.append(time.perf_counter() - began)
-    places.append(quality.first_hit(q.golds, passages))
+  with console.Bars(transient=True) as bars:
+    for q in bars.track(questions, description="asking"):
+      began = time.perf_counter()
+      [passages] = engine.search([q.question], k)
+      seconds.append(time.perf_counter() - began)
+      places.append(quality.first_hit(q.golds, passages))
   return Measured(name, tuple(places), tuple(seconds))
 
 
@@ -134,7 +137,7 @@ def summary(found: Sequence[Measured], ks: Sequence[int]) -> dict[str, Any]:
   return {"engines": engines, "leads": leads}
 
 
-def show(found: Sequence[Measured], ks: Sequence[int], console: rich.console.Console) -> None:
+def show(found: Sequence[Measured], ks: Sequence[int], page: rich.console.Console) -> None:
   """A table, a line an engine, and what the first one has over the others."""
   figures = summary(found, ks)
   names = [*(f"recall@{k}" for k in ks), "mrr"]
@@ -144,10 +147,10 @@ def show(found: Sequence[Measured], ks: Sequence[int], console: rich.console.Con
   for e in figures["engines"]:
     table.add_row(rich.text.Text(e["index"]), *(_percent(e[n]) for n in names),
                   f"{e['ms_p50']:.1f}", f"{e['ms_p99']:.1f}")
-  console.print(table)
+  page.print(table)
   for lead in figures["leads"]:
     parts = ", ".join(f"recall@{k} {_percent(lead[f'recall@{k}'], '+.1f')}" for k in ks)
-    console.print(f"{lead['index']} over {lead['over']}, points: {parts}", markup=False,
+    page.print(f"{lead['index']} over {lead['over']}, points: {parts}", markup=False,
                   highlight=False, soft_wrap=True)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -125,6 +126,9 @@ def connect(location: str, *, token: str | None = None,
     raise CorpusError("Qdrant needs its client: install the extra, `searchr1-jax[qdrant]`") from e
   if location == ":memory:":
     return QdrantClient(location)
+  if re.fullmatch(r"[^/\\]+:\d+/?", location):
+    raise CorpusError(f"{location!r} is neither an address nor a folder; did you mean "
+                      f"http://{location}?")
   if urllib.parse.urlsplit(location).scheme in ("http", "https"):
     return QdrantClient(url=location, api_key=token, timeout=math.ceil(seconds),
                         check_compatibility=False)

@@ -23,7 +23,7 @@ import uvicorn
 from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors import Multiprocess
 
-from retriever import wire
+from retriever import console, wire
 from retriever.app import Serving, create_app
 from retriever.gate import ImpatientProtocol
 from retriever.protocol import CorpusError, RetrievalError, SearchEngine
@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Serves as the command line says; returns the exit code."""
   args = _parser().parse_args(argv)
   _end_well()
+  console.tell_retries()
   try:
     token = _token(args.token_env, os.environ)
     _check_host(args.host, token)

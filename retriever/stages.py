@@ -12,11 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from retriever import bm25, encoders, faiss_index, store
+from retriever import bm25, console, encoders, faiss_index, store
 from retriever import corpus as corpus_lib
 from retriever import manifest as manifest_lib
 from retriever.corpus import Corpus, Scan
@@ -64,9 +62,7 @@ class Workshop:
 
   def __init__(self, out: Path, recipe: Recipe, quiet: bool):
     self.out, self.folder, self._recipe = out, out.with_name(f".{out.name}.part"), recipe
-    self._progress = Progress(
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
-        _Rate(), TimeRemainingColumn(), console=Console(stderr=True), disable=quiet)
+    self._progress = console.Bars(quiet=quiet)
 
   def __enter__(self) -> Workshop:
     self._lock = _locked(self.out.with_name(f".{self.out.name}.lock"))
@@ -215,16 +211,6 @@ class Workshop:
   def _sweep(self) -> None:
     for path in self.folder.iterdir():
       shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-class _Rate(TextColumn):
-  """How many a second."""
-
-  def __init__(self):
-    super().__init__("")
-
-  def render(self, task) -> Text:
-    return Text(f"{task.speed:,.0f}/s" if task.speed else "")
 
 
 def _locked(path: Path) -> io.TextIOWrapper:

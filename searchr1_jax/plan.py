@@ -25,9 +25,9 @@ from typing import Any, Iterator, Sequence
 from absl import flags
 import ml_collections
 import rich.console
-import rich.progress
 import rich.table
 
+from retriever import console
 from searchr1_jax.model import shapes, weights
 from searchr1_jax.planning import costs, targets, whole
 from searchr1_jax.planning.programs import Step
@@ -54,11 +54,11 @@ def make_plan(c: ml_collections.ConfigDict, target: targets.Target, load: Load, 
   """Compiles what the config's step runs on the target. `targets.prepare` must have been called."""
   step = open_step(c, target, load)
   lines = []
-  for program in rich.progress.track(list(step.programs(every_shape)), transient=True,
-                                     description=f"compiling for {target.name}",
-                                     console=rich.console.Console(stderr=True)):
-    cost = costs.measure(program, target, kept, fresh, quick)
-    lines.append(whole.Line(program, cost, cost.seconds(target)))
+  with console.Bars(transient=True) as bars:
+    for program in bars.track(list(step.programs(every_shape)),
+                              description=f"compiling for {target.name}"):
+      cost = costs.measure(program, target, kept, fresh, quick)
+      lines.append(whole.Line(program, cost, cost.seconds(target)))
   return whole.plan(step, target, lines)
 
 
@@ -92,7 +92,7 @@ def open_shape(path: str) -> tuple[shapes.DecoderShape, int]:
 
 
 def show(plan: whole.Plan, c: ml_collections.ConfigDict, efficiency: float,
-         console: rich.console.Console) -> None:
+         page: rich.console.Console) -> None:
   """The table of programs, then the whole."""
   table = rich.table.Table(title=f"{c.model.path} on {plan.target.name}", title_justify="left")
   table.add_column("program")
@@ -104,7 +104,7 @@ def show(plan: whole.Plan, c: ml_collections.ConfigDict, efficiency: float,
     table.add_row(line.program.name, f"{line.program.calls:.3g}", *(_plain(x) for x in (
         cost.arguments / GIB, cost.temporaries / GIB, cost.flops / 1e12, cost.memory / 1e9,
         cost.link / 1e9, 1e3 * line.seconds)), line.bound)
-  console.print(table)
+  page.print(table)
   memory = rich.table.Table(title="memory of a device, GiB", title_justify="left")
   for name in ("phase", "resident", "peak"):
     memory.add_column(name, justify="left" if name != "peak" else "right")
@@ -112,9 +112,9 @@ def show(plan: whole.Plan, c: ml_collections.ConfigDict, efficiency: float,
     alive = [f"{n} {plan.residents[n] / GIB:.3g}" for n in whole.PHASES[phase] if
              n in plan.residents]
     memory.add_row(phase, ", ".join(alive), f"{peak / GIB:.3g}")
-  console.print(memory)
+  page.print(memory)
   for text in _words(plan, c, efficiency):
-    console.print(text, highlight=False, soft_wrap=True)
+    page.print(text, highlight=False, soft_wrap=True)
 
 
 def _plain(x: float) -> str:

@@ -24,6 +24,7 @@ import jax
 import ml_collections
 from ml_collections import config_flags
 
+from retriever import console
 from retriever.protocol import CorpusError, RetrievalError
 from searchr1_jax.run import disk, host
 from searchr1_jax.types import UserError
@@ -69,6 +70,7 @@ def run_program(main: Callable[[Sequence[str]], None]) -> None:
     print(inspect.getdoc(sys.modules[main.__module__]))
     sys.exit(DONE)
   host.keep_freed_memory()
+  console.tell_retries()
   try:
     main(sys.argv[1:])
   except tuple(_CODES) as error:
