@@ -17,7 +17,7 @@ from prometheus_client import multiprocess
 
 from retriever import wire
 from retriever.gate import READ_SECONDS, Gate, may_pass
-from retriever.protocol import Found, Passage, RetrievalError, SearchEngine
+from retriever.protocol import Found, RetrievalError, SearchEngine
 from retriever.sharing import Batched, Busy, Cached, Kept
 
 JSON = "application/json"

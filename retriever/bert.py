@@ -169,7 +169,7 @@ def load(folder: pathlib.Path, shape: BertShape, scorer: bool, dtype: Any) -> Pa
                       f"{'; '.join(wrong[:8])}{' …' if len(wrong) > 8 else ''}")
   tree: dict[str, Any] = {}
   for name, entry in table.items():
-    entry.put(tree, found[name].read(), dtype)
+    entry.put(tree, found[name].floats(), dtype)
   return {"params": {"bert": tree.pop("bert"), **tree} if scorer else tree["bert"]}
 
 

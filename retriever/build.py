@@ -19,7 +19,7 @@ from retriever import corpus as corpus_lib
 from retriever import encoders, stages
 from retriever import manifest as manifest_lib
 from retriever.manifest import Fingerprint, Manifest
-from retriever.protocol import CorpusError
+from retriever.protocol import CorpusError, UserError
 from retriever.stages import Recipe
 
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                          faiss_file=args.faiss,
                          skip_bad=args.skip_bad)
     manifest, fresh = _build(recipe, args.out, args.overwrite, quiet=False)
-  except (CorpusError, OSError) as e:
+  except (UserError, OSError) as e:
     print(f"retriever.build: {e}", file=sys.stderr)
     return 2
   except KeyboardInterrupt:

@@ -18,7 +18,7 @@ RETRY_SECONDS = 5.0  # between lines about tries that failed
 
 
 class Bars(Progress):
-  """Rich's bars; where stderr is no terminal, such as in a job's log, now and then a line a task."""
+  """Rich's bars; where stderr is no terminal, as in a job's log, now and then a line a task."""
 
   def __init__(self, *, quiet: bool = False, transient: bool = False,
                line_seconds: float = LINE_SECONDS):

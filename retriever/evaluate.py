@@ -27,7 +27,7 @@ import rich.table
 import rich.text
 
 from retriever import console, opening, quality, sharing
-from retriever.protocol import CorpusError, RetrievalError, SearchEngine
+from retriever.protocol import CorpusError, RetrievalError, SearchEngine, UserError
 
 WANTED = 'wanted {"question": "…", "golden_answers": ["…"]}'
 
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       engines = [held.enter_context(opening.open_engine(spec)) for spec in args.index]
       found = [measure(spec, engine, questions, ks[-1])
                for spec, engine in zip(args.index, engines)]
-  except (CorpusError, RetrievalError, OSError, ValueError) as e:
+  except (UserError, RetrievalError, OSError, ValueError) as e:
     print(f"retriever.evaluate: {e}", file=sys.stderr)
     return 2
   except KeyboardInterrupt:

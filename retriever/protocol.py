@@ -28,7 +28,11 @@ class RetrievalError(Exception):
   """The engine failed, not the query: the episode that asked is dropped, never scored."""
 
 
-class CorpusError(Exception):
+class UserError(Exception):
+  """Something a user can mend: says what came, what was wanted, and what to do."""
+
+
+class CorpusError(UserError):
   """A corpus, an index or their pairing is not what it should be: says where and what to do."""
 
 

@@ -26,7 +26,7 @@ from retriever import encoders
 from retriever import manifest as manifest_lib
 from retriever.corpus import Corpus
 from retriever.protocol import (
-    CorpusError, Found, Passage, RetrievalError, SearchEngine, all_found, check_top_k)
+    CorpusError, Found, Passage, RetrievalError, SearchEngine, UserError, all_found, check_top_k)
 
 if TYPE_CHECKING:
   import qdrant_client
@@ -142,7 +142,7 @@ def open_collection(location: str, collection: str, encoder: encoders.Encoder, *
   client = connect(location, token=token, seconds=seconds)
   try:
     return QdrantEngine(client, collection, encoder, exact=exact, ef=ef, seconds=seconds)
-  except (CorpusError, RetrievalError):
+  except (UserError, RetrievalError):
     client.close()
     raise
 

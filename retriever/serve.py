@@ -26,7 +26,7 @@ from uvicorn.supervisors import Multiprocess
 from retriever import console, wire
 from retriever.app import Serving, create_app
 from retriever.gate import ImpatientProtocol
-from retriever.protocol import CorpusError, RetrievalError, SearchEngine
+from retriever.protocol import RetrievalError, SearchEngine, UserError
 
 KEEP_ALIVE_SECONDS = 75  # longer than clients keep theirs, so that none is closed as it is used
 GRACE_SECONDS = 5  # for what is being answered when the server is told to end
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       engine = worker.engine()
       print(f"{args.index} (fingerprint {engine.fingerprint[:12]}) on {where}", flush=True)
       serve(functools.partial(worker.app, engine), listener)
-  except (CorpusError, RetrievalError, ValueError, OSError) as e:
+  except (UserError, RetrievalError, ValueError, OSError) as e:
     print(f"retriever.serve: {e}", file=sys.stderr)
     return 2
   return 0
@@ -71,7 +71,7 @@ class Worker:
   def __call__(self) -> object:
     try:
       return self.app(self.engine())
-    except (CorpusError, RetrievalError, OSError) as e:
+    except (UserError, RetrievalError, OSError) as e:
       print(f"retriever.serve: {e}", file=sys.stderr)
       sys.exit(STARTUP_FAILURE)  # which tells the parent that another worker would fail as well
 

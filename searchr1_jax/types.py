@@ -14,11 +14,7 @@ from typing import Any, Mapping
 import jax
 from jaxtyping import Array, Float, Int
 
-from retriever.protocol import Passage
-
-
-class UserError(Exception):
-  """Something a user can mend: says what came, what was wanted, and what to do."""
+from retriever.protocol import Passage, UserError as UserError  # it is this package's, too
 
 
 @dataclasses.dataclass(frozen=True)

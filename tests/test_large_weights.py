@@ -18,7 +18,8 @@ from conftest import ROOT
 from test_weights import FAMILIES, TIED, UNTIED, assert_same, tensors_of, write
 import tiny_models as tiny
 
-from searchr1_jax.model import decoder, folders, shapes, weights
+from retriever.model_files import Tensor
+from searchr1_jax.model import decoder, shapes, weights
 from searchr1_jax.rollout import draw
 
 
@@ -27,8 +28,8 @@ from searchr1_jax.rollout import draw
 def test_tensors_are_read_in_small_pieces(kind, seed, piece_bytes, tmp_path, monkeypatch):
   shape = tiny.random_shape(kind, seed)
   params = write(tmp_path / "model", shape)
-  read, seen = folders.read, []
-  monkeypatch.setattr(folders, "read", lambda *a: seen.append(read(*a)) or seen[-1])
+  piece, seen = Tensor.piece, []
+  monkeypatch.setattr(Tensor, "piece", lambda *a: seen.append(piece(*a)) or seen[-1])
   monkeypatch.setattr(weights, "PIECE_BYTES", piece_bytes)
   assert_same(weights.load(tmp_path / "model"), params)
   # One head is the smallest piece: its rows join one axis of the parameter.
@@ -75,7 +76,8 @@ import sys
 sys.path.insert(0, "tests")
 import filecmp, pathlib, jax, jax.numpy as jnp, numpy as np
 import tiny_models as tiny
-from searchr1_jax.model import folders, shapes, sharding, weights
+from retriever.model_files import Tensor
+from searchr1_jax.model import shapes, sharding, weights
 
 out = pathlib.Path(sys.argv[1])
 assert len(jax.devices()) == 8
@@ -84,10 +86,10 @@ for kind, seed, sizes in (("qwen2", 0, (2, 2, 2)), ("llama", 1, (1, 8, 1))):
   weights.save(out / kind, tiny.random_params(shape, 0), shape, max_file_bytes=12_000)
   plain = weights.load(out / kind)
   mesh = sharding.make_mesh(*sizes)
-  read, sizes_read = folders.read, []
-  folders.read = lambda *a: sizes_read.append((x := read(*a)).size) or x
+  piece, sizes_read = Tensor.piece, []
+  Tensor.piece = lambda *a: sizes_read.append((x := piece(*a)).size) or x
   spread = weights.load(out / kind, mesh=mesh)
-  folders.read = read
+  Tensor.piece = piece
   # What several devices hold alike is read once.
   assert sum(sizes_read) == shapes.count_parameters(shape)
   jax.tree.map(np.testing.assert_array_equal, spread, plain)

@@ -15,7 +15,7 @@ import tiny_berts
 from hypothesis import given, strategies as st
 
 from retriever import batches, bert, encoders, model_files, sentences
-from retriever.protocol import CorpusError
+from retriever.protocol import UserError
 
 CLOSE = 1e-5  # what a text's vector may owe to its neighbours
 TEXTS = ["", "the river", "a long river flows of the city " * 3, "x", "the", "zebra quilt, jumps.",
@@ -100,7 +100,7 @@ def test_sharded_files_are_read_by_their_index(e5, encoder, tmp_path):
   assert (tiny_berts.opened(folder).encode_queries(few) == encoder.encode_queries(few)).all()
   index["weight_map"][names[0]] = "../model.safetensors"
   (folder / model_files.INDEX).write_text(json.dumps(index))
-  with pytest.raises(CorpusError, match="outside its folder"):
+  with pytest.raises(UserError, match="outside its folder"):
     tiny_berts.opened(folder)
 
 
@@ -167,7 +167,7 @@ def test_text_is_cut_before_its_last_token(tmp_path):
   encoder = tiny_berts.opened(tiny_berts.by_hand(tmp_path), rule="contriever", max_tokens=8)
   # [CLS], 6 times a, [SEP]: (1,1,-1,-1) + 6 (-1,-1,1,1) + (1,-1,1,-1) = (-4,-6,6,4), an eighth.
   np.testing.assert_allclose(encoder.encode_passages(["a " * 9]), [(-.5, -.75, .75, .5)], atol=1e-6)
-  with pytest.raises(CorpusError, match="max_tokens is 17, wanted 8 to 16"):
+  with pytest.raises(UserError, match="max_tokens is 17, wanted 8 to 16"):
     tiny_berts.opened(tmp_path, rule="contriever", max_tokens=17)
 
 
@@ -232,14 +232,14 @@ def test_a_spec_names_exactly_what_encoded(e5, tmp_path):
   assert (again.encode_queries(few) == encoder.encode_queries(few)).all()
   there = encoders.wanted_spec(str(moved), rule="e5")
   assert there != spec and encoders.identity(there) == encoders.identity(spec)
-  with pytest.raises(CorpusError, match="'/gone/e5' is neither a folder nor a hub id"):
+  with pytest.raises(UserError, match="'/gone/e5' is neither a folder nor a hub id"):
     encoders.from_spec(spec | {"model": "/gone/e5"}, tmp_path)
   tiny_berts.rewrite(moved, lambda t: t | {"pooler.dense.bias": t["pooler.dense.bias"] + 1})
-  with pytest.raises(CorpusError, match="is not the model that the index was built with"):
+  with pytest.raises(UserError, match="is not the model that the index was built with"):
     encoders.from_spec(spec, tmp_path, model=str(moved))
-  with pytest.raises(CorpusError, match="version 0 of this encoder, here is 1"):
+  with pytest.raises(UserError, match="version 0 of this encoder, here is 1"):
     encoders.from_spec(spec | {"version": 0}, tmp_path)
-  with pytest.raises(CorpusError, match="encoder 'magic', known are hashing, bert"):
+  with pytest.raises(UserError, match="encoder 'magic', known are hashing, bert"):
     encoders.from_spec(spec | {"name": "magic"}, tmp_path)
 
 
@@ -258,7 +258,7 @@ def test_a_hub_id_is_downloaded_or_said_to_be_out_of_reach(e5, monkeypatch):
     raise LocalEntryNotFoundError("offline")
 
   monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-  with pytest.raises(CorpusError, match="no folder here and could not be downloaded"):
+  with pytest.raises(UserError, match="no folder here and could not be downloaded"):
     encoders.wanted_spec("intfloat/e5-tiny")
 
 
@@ -280,7 +280,7 @@ def test_what_the_network_lacks_is_named(changed, said, e5, tmp_path):
   folder = tmp_path / "e5"
   shutil.copytree(e5, folder)
   (folder / "config.json").write_text(json.dumps(tiny_berts.config(**changed)))
-  with pytest.raises(CorpusError, match=said):
+  with pytest.raises(UserError, match=said):
     tiny_berts.opened(folder)
 
 
@@ -290,7 +290,7 @@ def _cut(path):
 
 @pytest.mark.parametrize("damage, said", [
     (lambda f: (f / "config.json").unlink(), "config.json can't be read"),
-    (lambda f: (f / "config.json").write_text("[]"), "holds a list, wanted a dict"),
+    (lambda f: (f / "config.json").write_text("[]"), "holds a list, wanted an object"),
     (lambda f: _cut(f / "tokenizer.json"), "tokenizer.json is no tokenizer"),
     (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json can't be read"),
     (lambda f: _cut(f / "model.safetensors"), "not a whole safetensors file"),
@@ -310,18 +310,18 @@ def test_damaged_folders_are_named(damage, said, e5, tmp_path):
   folder = tmp_path / "e5"
   shutil.copytree(e5, folder)
   damage(folder)
-  with pytest.raises(CorpusError, match=said):
+  with pytest.raises(UserError, match=said):
     tiny_berts.opened(folder)
 
 
 def test_options_that_have_no_part_are_refused(e5):
-  with pytest.raises(CorpusError, match="makes vectors of 24 numbers, not 4096"):
+  with pytest.raises(UserError, match="makes vectors of 24 numbers, not 4096"):
     encoders.wanted_spec(str(e5), 4096)
-  with pytest.raises(CorpusError, match="'hashing' has no option 'rule'"):
+  with pytest.raises(UserError, match="'hashing' has no option 'rule'"):
     encoders.wanted_spec("hashing", rule="e5")
-  with pytest.raises(CorpusError, match="dtype is 'float16', choose one of float32, bfloat16"):
+  with pytest.raises(UserError, match="dtype is 'float16', choose one of float32, bfloat16"):
     encoders.wanted_spec(str(e5), dtype="float16")
-  with pytest.raises(CorpusError, match="neither a folder nor a hub id"):
+  with pytest.raises(UserError, match="neither a folder nor a hub id"):
     encoders.wanted_spec("no-such-model")
   plain = {"name": "hashing", "version": 1, "dim": 4096}
   assert encoders.wanted_spec("hashing", rule=None) == plain

@@ -14,6 +14,7 @@ import safetensors
 import safetensors.numpy
 import tiny_models as tiny
 
+from retriever.model_files import Tensor
 from searchr1_jax.model import folders, shapes, weights
 from searchr1_jax.run import disk
 from searchr1_jax.types import UserError
@@ -156,7 +157,7 @@ def test_every_wrong_tensor_is_named_at_once_and_before_any_is_read(tmp_path, mo
   tensors["model.layers.9.input_layernorm.weight"] = np.zeros(TIED.width, np.float32)
   tensors["model.norm.weight"] = np.ones(TIED.width, np.int32)
   rewrite(tmp_path / "model", tensors)
-  monkeypatch.setattr(folders, "read", lambda *_: pytest.fail("read a tensor"))
+  monkeypatch.setattr(Tensor, "piece", lambda *_: pytest.fail("read a tensor"))
   with pytest.raises(UserError) as error:
     weights.load(tmp_path / "model")
   q = f"({TIED.width}, {TIED.heads * TIED.head_size - 1})"

@@ -26,13 +26,13 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from retriever import model_files
 from searchr1_jax.model import decoder, folders, shapes, sharding
 from searchr1_jax.run import disk
 from searchr1_jax.types import UserError
 
 PIECE_BYTES = 2**27  # of a tensor that are read at once
 
-_DTYPES = ("F32", "BF16", "F16")
 _HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -103,31 +103,16 @@ def abstract_params(shape: shapes.DecoderShape, dtype: Any = jnp.float32,
 
 def read_config(folder: str | pathlib.Path) -> tuple[shapes.DecoderShape, dict[str, Any]]:
   """The shape of a Hugging Face folder, and its config.json as it stands."""
-  path = pathlib.Path(folder) / "config.json"
+  path = pathlib.Path(folder) / model_files.CONFIG
   if not path.is_file():
-    raise UserError(f"{folder} has no config.json; wanted a Hugging Face model folder or a hub id")
-  config = folders.read_json(path)
+    raise UserError(f"{folder} has no {path.name}; wanted a Hugging Face model folder or a hub id")
+  config = model_files.read_json(path)
   return shapes.from_hugging_face(config, str(path)), config
 
 
 def local_folder(name: str) -> pathlib.Path:
   """The folder itself, or the cached download of a hub id such as `Qwen/Qwen2.5-3B`."""
-  folder = pathlib.Path(name)
-  if folder.is_dir():
-    return folder
-  if name.count("/") != 1 or name.startswith((".", "/")):
-    raise UserError(f"model {name!r} is neither a folder nor a hub id; wanted a folder with "
-                    "config.json, or owner/name")
-  import huggingface_hub
-  from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-  patterns = ["*.safetensors", folders.INDEX, "config.json", "tokenizer*", "*.jinja",
-              *folders.COPIED]
-  try:
-    return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
-  except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
-    raise UserError(f"model {name!r} is no folder here and could not be downloaded "
-                    f"({type(e).__name__}); check the name, or download it and give the folder"
-                    ) from e
+  return model_files.find(name, (*model_files.WEIGHTS, "tokenizer*", "*.jinja", *folders.COPIED))
 
 
 def load(folder: str | pathlib.Path, dtype: Any = jnp.float32,
@@ -139,12 +124,12 @@ def load(folder: str | pathlib.Path, dtype: Any = jnp.float32,
   """
   folder = pathlib.Path(folder)
   shape, _ = read_config(folder)
-  table, found = entries(shape), folders.find_tensors(folder)
+  table, found = entries(shape), model_files.find_tensors(folder)
   _check_headers(folder, shape, table, found)
   leaves = _flatten(abstract_params(shape, dtype, mesh))
   params = {path: _blank(leaf.sharding)(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
   for name, entry in table.items():
-    params[entry.path] = _fill(params.pop(entry.path), found[name].file, name, entry,
+    params[entry.path] = _fill(params.pop(entry.path), found[name], entry,
                                leaves[entry.path].sharding)
   return _nest(params)
 
@@ -185,21 +170,14 @@ def save(folder: str | pathlib.Path, params: decoder.Params, shape: shapes.Decod
 
 
 def _check_headers(folder: pathlib.Path, shape: shapes.DecoderShape, table: Mapping[str, Entry],
-                   found: Mapping[str, folders.Tensor]) -> None:
+                   found: Mapping[str, model_files.Tensor]) -> None:
   """Refuses tensors that are missing, unknown or not what config.json says, all at once."""
   wanted = {name: entry.stored for name, entry in table.items()}
   if shape.tied_embeddings and _HEAD in found:
     wanted[_HEAD] = wanted[_EMBED]  # tied models are often saved with the head written out too
-  problems = [f"unexpected tensor {name}" for name in found if name not in wanted]
-  for name, size in wanted.items():
-    if name not in found:
-      problems.append(f"missing tensor {name}")
-    elif found[name].shape != size:
-      problems.append(f"{name} has shape {found[name].shape}, wanted {size}")
-    elif found[name].dtype not in _DTYPES:
-      problems.append(f"{name} is {found[name].dtype}, wanted one of {', '.join(_DTYPES)}")
+  problems = model_files.problems(found, wanted)
   if not problems and shape.tied_embeddings and _HEAD in found and not _same(
-      found[_HEAD].file, _HEAD, found[_EMBED].file, _EMBED, wanted[_EMBED]):
+      found[_HEAD], found[_EMBED]):
     problems.append(f"{_HEAD} differs from {_EMBED}, config.json ties them")
   if problems:
     more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
@@ -207,14 +185,12 @@ def _check_headers(folder: pathlib.Path, shape: shapes.DecoderShape, table: Mapp
                     "weights?")
 
 
-def _same(file: pathlib.Path, name: str, other_file: pathlib.Path, other: str,
-          size: tuple[int, int]) -> bool:
-  """Whether two matrices are equal, read in pieces."""
-  rows, columns = size
+def _same(one: model_files.Tensor, other: model_files.Tensor) -> bool:
+  """Whether two matrices of one shape are equal, read in pieces."""
+  rows, columns = one.shape
   step = max(1, PIECE_BYTES // (4 * columns))
   pieces = [(slice(at, min(at + step, rows)), slice(0, columns)) for at in range(0, rows, step)]
-  return all(np.array_equal(folders.read(file, name, p), folders.read(other_file, other, p))
-             for p in pieces)
+  return all(np.array_equal(one.piece(p), other.piece(p)) for p in pieces)
 
 
 @functools.cache
@@ -223,7 +199,7 @@ def _blank(place: NamedSharding | None) -> Callable[..., jax.Array]:
   return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=place)
 
 
-def _fill(param: jax.Array, file: pathlib.Path, name: str, entry: Entry,
+def _fill(param: jax.Array, tensor: model_files.Tensor, entry: Entry,
           place: NamedSharding | None) -> jax.Array:
   """Copies a tensor to where it belongs in its parameter, piece by piece.
 
@@ -243,7 +219,7 @@ def _fill(param: jax.Array, file: pathlib.Path, name: str, entry: Entry,
       if (key := str(index)) not in read:
         first = index[axis].start
         rows = slice(first + at, min(first + at + step, index[axis].stop))
-        piece = _piece(file, name, entry, (*index[:axis], rows, *index[axis + 1:])[len(layer):])
+        piece = _piece(tensor, entry, (*index[:axis], rows, *index[axis + 1:])[len(layer):])
         read[key] = piece.reshape([1] * len(layer) + list(piece.shape))
       pieces.append(jax.device_put(read[key], device))
     value = pieces[0] if place is None else jax.make_array_from_single_device_arrays(
@@ -253,8 +229,8 @@ def _fill(param: jax.Array, file: pathlib.Path, name: str, entry: Entry,
     start[axis] = at
     param, finite = _put(param, value, start, place)
     if not finite:  # waiting for it also keeps the pieces from piling up
-      raise UserError(f"{file.parent}: {name} holds NaN or infinity; download it again, or give "
-                      "an older checkpoint")
+      raise UserError(f"{tensor.file.parent}: {tensor.name} holds NaN or infinity; download it "
+                      "again, or give an older checkpoint")
   return param
 
 
@@ -267,14 +243,14 @@ def _held(param: jax.Array,
           for device, index in place.addressable_devices_indices_map(param.shape).items()}
 
 
-def _piece(file: pathlib.Path, name: str, entry: Entry, index: tuple[slice, ...]) -> np.ndarray:
+def _piece(tensor: model_files.Tensor, entry: Entry, index: tuple[slice, ...]) -> np.ndarray:
   """Part of a parameter (of a layer), read from its tensor."""
   inner = [math.prod(entry.target[a] for a in axes[1:]) for axes in entry.joins]
   stored = tuple(slice(index[axes[0]].start * n, index[axes[0]].stop * n)  # minor axes are whole
                  for axes, n in zip(entry.joins, inner))
   order = [a for axes in entry.joins for a in axes]
   sizes = [index[a].stop - index[a].start for a in order]
-  return folders.read(file, name, stored).reshape(sizes).transpose(np.argsort(order))
+  return tensor.piece(stored).reshape(sizes).transpose(np.argsort(order))
 
 
 @functools.partial(jax.jit, static_argnames="place", donate_argnames="param")
@@ -368,7 +344,7 @@ def _write_tensors(folder: pathlib.Path, fetched: Iterator[tuple[str, jax.Array]
   if len(files) > 1:
     index = {"metadata": {"total_size": sum(sum(held.values()) for held in files)},
              "weight_map": {t: name for name, held in zip(names, files) for t in held}}
-    (folder / folders.INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (folder / model_files.INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _write_file(path: pathlib.Path, fetched: Iterator[tuple[str, jax.Array]]) -> None:

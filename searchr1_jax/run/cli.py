@@ -25,7 +25,7 @@ import ml_collections
 from ml_collections import config_flags
 
 from retriever import console
-from retriever.protocol import CorpusError, RetrievalError
+from retriever.protocol import RetrievalError
 from searchr1_jax.run import disk, host
 from searchr1_jax.types import UserError
 
@@ -47,7 +47,7 @@ class Stopped(Exception):
   """A signal asked for the end; the run has saved what it had."""
 
 
-_CODES = {UserError: USER, CorpusError: USER, flags.Error: USER, NumericError: NUMERIC,
+_CODES = {UserError: USER, flags.Error: USER, NumericError: NUMERIC,
           RetrieverLost: RETRIEVER, RetrievalError: RETRIEVER, disk.StorageError: STORAGE,
           Stopped: STOPPED}
 
