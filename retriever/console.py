@@ -5,6 +5,7 @@ For programs to call; a library that prints would be in the way.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 
@@ -18,7 +19,7 @@ RETRY_SECONDS = 5.0  # between lines about tries that failed
 
 
 class Bars(Progress):
-  """Rich's bars; where stderr is no terminal, as in a job's log, now and then a line a task."""
+  """Rich's bars; where stderr is no terminal, as in a job's log, a line now and then."""
 
   def __init__(self, *, quiet: bool = False, transient: bool = False,
                line_seconds: float = LINE_SECONDS):
@@ -29,6 +30,11 @@ class Bars(Progress):
     self._line_seconds = line_seconds
     self._told: dict[TaskID, float] = {}  # when
 
+  def add_task(self, description: str, **about) -> TaskID:
+    task_id = super().add_task(description, **about)
+    self._tell(self._tasks[task_id])
+    return task_id
+
   def advance(self, task_id: TaskID, advance: float | int = 1) -> None:
     super().advance(task_id, advance)
     self._tell(self._tasks[task_id])
@@ -38,9 +44,9 @@ class Bars(Progress):
     self._tell(self._tasks[task_id])
 
   def _tell(self, task: Task) -> None:
-    now, since = self.get_time(), self._told.get(task.id, task.start_time)
-    if (self.disable or self.console.is_terminal or task.total is None or since is None
-        or now - since < self._line_seconds):
+    now, told = self.get_time(), self._told.get(task.id, -math.inf)
+    if (self.disable or self.console.is_terminal or task.total is None
+        or now - told < self._line_seconds):
       return
     self._told[task.id] = now
     line = f"{task.description}: {task.completed:,.0f} of {task.total:,.0f}"

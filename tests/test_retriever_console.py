@@ -20,7 +20,7 @@ def retries():
   stamina.instrumentation.set_on_retry_hooks(None)  # stamina's own
 
 
-def test_a_log_has_a_line_now_and_then_and_one_at_the_end(capsys):
+def test_a_log_has_lines_at_the_start_now_and_then_and_at_the_end(capsys):
   clock = [0.0]
   with Bars(line_seconds=30.0) as bars:
     bars.get_time = lambda: clock[0]
@@ -30,15 +30,15 @@ def test_a_log_has_a_line_now_and_then_and_one_at_the_end(capsys):
       bars.advance(task, 10)
   lines = capsys.readouterr().err.splitlines()
   told = [line for line in lines if line.startswith("encoding: ")]
-  assert len(told) == 6 and "150 of 1,000, 5/s, 3 min left" in told[0]
-  assert "100%" in lines[-1] and len(lines) == 7
+  assert told[:2] == ["encoding: 0 of 1,000", "encoding: 150 of 1,000, 5/s, 3 min left"]
+  assert len(told) == 7 and "100%" in lines[-1] and len(lines) == 8
 
 
 def test_updates_are_told_as_advances_are(capsys):
   with Bars(line_seconds=0.0, transient=True) as bars:
     bars.update(bars.add_task("indexing", total=50), completed=20)
     assert list(bars.track((c for c in "ab"), description="of unknown number")) == ["a", "b"]
-  assert capsys.readouterr().err.split("\n") == ["indexing: 20 of 50", "", ""]
+  assert capsys.readouterr().err.split() == "indexing: 0 of 50 indexing: 20 of 50".split()
 
 
 def test_quiet_bars_say_nothing(capsys):
