@@ -81,7 +81,10 @@ class Box:
 @pytest.fixture
 def box(tmp_path):
   (folder := tmp_path / "bin").mkdir()
+  # Under nohup it is ignored, and a shell can't trap what it was started to ignore.
+  before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
   yield (made := Box(folder))
+  signal.signal(signal.SIGHUP, before)
   for child in (c for c in made.started if c.poll() is None):  # a failed test has left them
     for pid in [*children_of(child.pid), child.pid]:
       os.kill(pid, signal.SIGKILL)
