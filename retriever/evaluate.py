@@ -151,7 +151,7 @@ def show(found: Sequence[Measured], ks: Sequence[int], page: rich.console.Consol
   for lead in figures["leads"]:
     parts = ", ".join(f"recall@{k} {_percent(lead[f'recall@{k}'], '+.1f')}" for k in ks)
     page.print(f"{lead['index']} over {lead['over']}, points: {parts}", markup=False,
-                  highlight=False, soft_wrap=True)
+               highlight=False, soft_wrap=True)
 
 
 def _percent(about: dict[str, Any], form: str = ".1f") -> str:
