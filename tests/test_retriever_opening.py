@@ -9,7 +9,7 @@ from test_retriever_engine import PEOPLE, rows, write
 
 from retriever.build import build
 from retriever.opening import open_engine
-from retriever.protocol import CorpusError, RetrievalError
+from retriever.protocol import RetrievalError, UserError
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +77,6 @@ def test_engines_are_put_together(index, tmp_path):
     ({"url": "http://localhost:1", "token_env": "NO_SUCH_TOKEN"}, "NO_SUCH_TOKEN holds no token"),
     ("online:yahoo", "yahoo")])
 def test_what_is_wrong_with_a_spec_is_said(spec, said):
-  with pytest.raises(CorpusError, match=said) as caught:
+  with pytest.raises(UserError, match=said) as caught:
     open_engine(spec)
   assert "\n" not in str(caught.value)

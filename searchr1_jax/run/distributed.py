@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 import numpy as np
 from jaxtyping import Array
 
-from retriever.protocol import Passage, RetrievalError, Search
+from retriever.protocol import CorpusError, Passage, RetrievalError, Search
 from searchr1_jax.model.decoder import Params
 from searchr1_jax.rollout import drive
 from searchr1_jax.rollout.engine import Engine
@@ -37,7 +37,7 @@ T = TypeVar("T")
 SILENCE, FAREWELL = 10, 15
 PATIENCE = 300  # seconds that the others wait for process 0 to open its port
 _ADDRESS = re.compile(r"([\w.-]+|\[[\da-fA-F:.%]+\]):(\d{1,5})")
-_SHARED_ERRORS = (UserError, StorageError, RetrievalError)
+_SHARED_ERRORS = (CorpusError, UserError, StorageError, RetrievalError)  # the first that fits
 _COUNTS = ("sample", "turns", "invalid_actions", "unexecuted_searches", "truncated_observations",
            "forged_information")
 _TOTALS = ("prefilled_tokens", "generated_tokens", "shared_tokens", "kept_tokens", "searches",
