@@ -27,7 +27,10 @@ Number = float | int  # as JSON has them
 
 
 def open_engine(spec: Spec) -> SearchEngine:
-  """Opens the engine that a spec describes; a CorpusError says what is wrong with it."""
+  """Opens the engine that a spec describes.
+
+  A CorpusError says what is wrong with it, a plain UserError with a model's folder.
+  """
   spec = as_mapping(spec)
   names = [name for name in OPENERS if name in spec]
   if "qdrant" in names and "url" in names:  # there, an option

@@ -11,7 +11,7 @@ import typing
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"  # read by jax here and in every subprocess
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
-if "PYTEST_XDIST_WORKER" in os.environ:  # others want the cores for which OpenMP's threads would spin
+if "PYTEST_XDIST_WORKER" in os.environ:  # other workers want the cores on which OpenMP would spin
   os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis

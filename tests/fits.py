@@ -1,4 +1,4 @@
-"""Does a config fit the machine that it names? Two test files ask, so that two workers share the work.
+"""Does a config fit the machine that it names? Two test files ask, for two workers to share it.
 
   python tests/fits.py ppo_qwen7b      # from the root: compiles for memory alone, bytes as JSON
 """

@@ -15,7 +15,7 @@ import tiny_berts
 from hypothesis import given, strategies as st
 
 from retriever import batches, bert, encoders, model_files, sentences
-from retriever.protocol import UserError
+from retriever.protocol import CorpusError, UserError
 
 CLOSE = 1e-5  # what a text's vector may owe to its neighbours
 TEXTS = ["", "the river", "a long river flows of the city " * 3, "x", "the", "zebra quilt, jumps.",
@@ -167,7 +167,7 @@ def test_text_is_cut_before_its_last_token(tmp_path):
   encoder = tiny_berts.opened(tiny_berts.by_hand(tmp_path), rule="contriever", max_tokens=8)
   # [CLS], 6 times a, [SEP]: (1,1,-1,-1) + 6 (-1,-1,1,1) + (1,-1,1,-1) = (-4,-6,6,4), an eighth.
   np.testing.assert_allclose(encoder.encode_passages(["a " * 9]), [(-.5, -.75, .75, .5)], atol=1e-6)
-  with pytest.raises(UserError, match="max_tokens is 17, wanted 8 to 16"):
+  with pytest.raises(CorpusError, match="max_tokens is 17, wanted 8 to 16"):
     tiny_berts.opened(tmp_path, rule="contriever", max_tokens=17)
 
 
@@ -235,11 +235,11 @@ def test_a_spec_names_exactly_what_encoded(e5, tmp_path):
   with pytest.raises(UserError, match="'/gone/e5' is neither a folder nor a hub id"):
     encoders.from_spec(spec | {"model": "/gone/e5"}, tmp_path)
   tiny_berts.rewrite(moved, lambda t: t | {"pooler.dense.bias": t["pooler.dense.bias"] + 1})
-  with pytest.raises(UserError, match="is not the model that the index was built with"):
+  with pytest.raises(CorpusError, match="is not the model that the index was built with"):
     encoders.from_spec(spec, tmp_path, model=str(moved))
-  with pytest.raises(UserError, match="version 0 of this encoder, here is 1"):
+  with pytest.raises(CorpusError, match="version 0 of this encoder, here is 1"):
     encoders.from_spec(spec | {"version": 0}, tmp_path)
-  with pytest.raises(UserError, match="encoder 'magic', known are hashing, bert"):
+  with pytest.raises(CorpusError, match="encoder 'magic', known are hashing, bert"):
     encoders.from_spec(spec | {"name": "magic"}, tmp_path)
 
 
@@ -280,7 +280,7 @@ def test_what_the_network_lacks_is_named(changed, said, e5, tmp_path):
   folder = tmp_path / "e5"
   shutil.copytree(e5, folder)
   (folder / "config.json").write_text(json.dumps(tiny_berts.config(**changed)))
-  with pytest.raises(UserError, match=said):
+  with pytest.raises(CorpusError, match=said):
     tiny_berts.opened(folder)
 
 
@@ -291,35 +291,44 @@ def _cut(path):
 @pytest.mark.parametrize("damage, said", [
     (lambda f: (f / "config.json").unlink(), "config.json can't be read"),
     (lambda f: (f / "config.json").write_text("[]"), "holds a list, wanted an object"),
-    (lambda f: _cut(f / "tokenizer.json"), "tokenizer.json is no tokenizer"),
     (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json can't be read"),
     (lambda f: _cut(f / "model.safetensors"), "not a whole safetensors file"),
     (lambda f: (f / "model.safetensors").unlink(), "has no .safetensors file"),
+    (lambda f: tiny_berts.rewrite(f, lambda t: t | {
+        "encoder.layer.1.output.dense.bias": np.full(24, np.nan, "f")}), "bias holds NaN"),
+])
+def test_damaged_folders_are_named(damage, said, e5, tmp_path):
+  _refused(e5, tmp_path / "e5", damage, UserError, said)
+
+
+@pytest.mark.parametrize("damage, said", [
+    (lambda f: _cut(f / "tokenizer.json"), "tokenizer.json is no tokenizer"),
     (lambda f: tiny_berts.rewrite(f, lambda t: t | {"extra": t["pooler.dense.bias"]}),
      "unexpected tensor .?extra"),
     (lambda f: tiny_berts.rewrite(f, lambda t: t | {"classifier.weight": np.ones((1, 24), "f")}),
      "holds a classifier"),
     (lambda f: tiny_berts.rewrite(f, lambda t: t | {
-        "encoder.layer.1.output.dense.bias": np.full(24, np.nan, "f")}), "bias holds NaN"),
-    (lambda f: tiny_berts.rewrite(f, lambda t: t | {
         "encoder.layer.1.output.dense.bias": np.zeros(24, np.int32)}), "is I32, wanted one of F32"),
     (lambda f: tiny_berts.rewrite(f, lambda t: t | {
         "bert.embeddings.LayerNorm.gamma": np.ones(24, "f")}), "LayerNorm.weight twice"),
 ])
-def test_damaged_folders_are_named(damage, said, e5, tmp_path):
-  folder = tmp_path / "e5"
+def test_folders_of_another_model_are_named(damage, said, e5, tmp_path):
+  _refused(e5, tmp_path / "e5", damage, CorpusError, said)
+
+
+def _refused(e5, folder, damage, kind, said):
   shutil.copytree(e5, folder)
   damage(folder)
-  with pytest.raises(UserError, match=said):
+  with pytest.raises(kind, match=said):
     tiny_berts.opened(folder)
 
 
 def test_options_that_have_no_part_are_refused(e5):
-  with pytest.raises(UserError, match="makes vectors of 24 numbers, not 4096"):
+  with pytest.raises(CorpusError, match="makes vectors of 24 numbers, not 4096"):
     encoders.wanted_spec(str(e5), 4096)
-  with pytest.raises(UserError, match="'hashing' has no option 'rule'"):
+  with pytest.raises(CorpusError, match="'hashing' has no option 'rule'"):
     encoders.wanted_spec("hashing", rule="e5")
-  with pytest.raises(UserError, match="dtype is 'float16', choose one of float32, bfloat16"):
+  with pytest.raises(CorpusError, match="dtype is 'float16', choose one of float32, bfloat16"):
     encoders.wanted_spec(str(e5), dtype="float16")
   with pytest.raises(UserError, match="neither a folder nor a hub id"):
     encoders.wanted_spec("no-such-model")

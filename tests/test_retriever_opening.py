@@ -9,7 +9,7 @@ from test_retriever_engine import PEOPLE, rows, write
 
 from retriever.build import build
 from retriever.opening import open_engine
-from retriever.protocol import RetrievalError, UserError
+from retriever.protocol import CorpusError, RetrievalError, UserError
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,6 @@ def test_engines_are_put_together(index, tmp_path):
     ({}, "names 0 engines, wanted exactly one of index, empty, url"),
     ({"index": "a", "url": "b"}, "names 2 engines"),
     ({"index": "a", "prboes": 3}, "'index' has no option 'prboes', choose from kind, model"),
-    ({"qdrant": "wiki", "url": "http://localhost:1", "encoder": "nowhere/no-e5"}, "no-e5"),
     ({"index": 5}, "index"),
     ({"fuse": 5}, "fuse"),
     ({"noisy": "empty"}, "'p'"),
@@ -77,6 +76,12 @@ def test_engines_are_put_together(index, tmp_path):
     ({"url": "http://localhost:1", "token_env": "NO_SUCH_TOKEN"}, "NO_SUCH_TOKEN holds no token"),
     ("online:yahoo", "yahoo")])
 def test_what_is_wrong_with_a_spec_is_said(spec, said):
-  with pytest.raises(UserError, match=said) as caught:
+  with pytest.raises(CorpusError, match=said) as caught:
     open_engine(spec)
+  assert "\n" not in str(caught.value)
+
+
+def test_an_encoder_that_is_nowhere_is_named():
+  with pytest.raises(UserError, match="no-e5") as caught:
+    open_engine({"qdrant": "wiki", "url": "http://localhost:1", "encoder": "nowhere/no-e5"})
   assert "\n" not in str(caught.value)
